@@ -15,8 +15,8 @@ class Unfreeze:
     """Unfreezes parameters after a number of checkpoints (epochs, in `fit`).
 
     The task's `freeze=` says what is frozen at first. Each stage recompiles the update and keeps
-    the optimizer state of the other parameters. To resume a run after the second of several stages,
-    build its model with what was frozen then.
+    the optimizer state of the other parameters; Adam's bias correction of the new ones begins
+    there. A resumed run begins with what was trained when it was saved.
 
     >>> unfreeze = Unfreeze({2: "encoder/layer_1/.*", 4: "encoder/.*"})
 
@@ -25,7 +25,7 @@ class Unfreeze:
         them.
     """
 
-    borrows = True
+    borrows = unfreezes = True
 
     def __init__(self, schedule: Mapping[int, str | Sequence[str]]) -> None:
         are_numbers = all(isinstance(n, numbers.Integral) for n in schedule)
@@ -46,7 +46,7 @@ class Unfreeze:
         self._loop, self._n_seen = loop, 0
         paths = list(flat(loop.state.params))
         frozen = _frozen(loop)
-        if not frozen:
+        if not frozen and loop.start is None:
             raise ValueError("Unfreeze has nothing to do: the task freezes no parameter (freeze=).")
         for pattern in [p for patterns in self._schedule.values() for p in patterns]:
             if not any(re.fullmatch(pattern, path) for path in paths):
@@ -78,7 +78,8 @@ def _unfreeze(loop: Loop, patterns: Iterable[str]) -> int:
     """Trains the frozen parameters that match, and returns how many arrays they are."""
     frozen = _frozen(loop)
     rest = [path for path in frozen if not any(re.fullmatch(p, path) for p in patterns)]
-    loop.freeze = tuple(map(re.escape, rest))
+    if rest != frozen:
+        loop.freeze = tuple(map(re.escape, rest))
     return len(frozen) - len(rest)
 
 

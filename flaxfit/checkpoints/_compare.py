@@ -23,14 +23,20 @@ def check_fits(
     source: object,
     *,
     advice: str = _ADVICE,
+    frozen: Sequence[str] | None = None,
 ) -> None:
     """Checks names, shapes and dtypes of a file's arrays; the error lists every difference.
 
-    Those of the optimizer's state that repeat the difference of a parameter are counted.
+    Those of the optimizer's state that repeat the difference of a parameter are counted. `frozen`
+    are the paths of the parameters that were frozen in the saved run, if that is known.
     """
     found = differences(on_disk, here)
     if found:
         lines = "".join(f"\n  {line}" for line in _without_repeated(found))
+        if frozen is not None and any(line.startswith("opt_state/") for line in found):
+            advice += f" Frozen in the saved run: {_few([*frozen]) or 'nothing'}."
+        if all(line.startswith("opt_state/") for line in found):
+            advice += " Model.load_weights(folder) takes its weights alone, for another optimizer."
         noun = "difference" if len(found) == 1 else "differences"
         raise ValueError(
             f"The checkpoint {source} does not fit this model ({len(found)} {noun}):{lines}\n"

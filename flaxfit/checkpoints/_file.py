@@ -30,11 +30,13 @@ from flaxfit.checkpoints._tree import (
 from flaxfit.data._position import own_position
 from flaxfit.display import say
 from flaxfit.distributed._processes import from_main
+from flaxfit.state._template import TemplateOf
 from flaxfit.state._train_state import InferenceState, TrainState
 from flaxfit.tree._put import sharding_of
 from flaxfit.tree._types import Array, ArrayLike, Json, PyTree
 
 Value = TypeVar("Value")
+Template = TrainState | InferenceState | TemplateOf | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,8 @@ class CheckpointFile:
       metrics: the metrics of the checkpoint.
       history: the metrics of the run up to the step, if the writer was given them; JSON.
       data_state: the position of the data stream; JSON.
-      running: the size of the batches and the number of virtual replicas; JSON.
+      running: the size of the batches, the number of virtual replicas, and the paths of frozen
+        parameters; JSON.
       n_completed_steps: the number of updates since the previous checkpoint.
       n_examples: the number of examples trained on since the previous checkpoint.
       sums: the sums of the metrics so far, if the count of steps continues after this checkpoint.
@@ -84,14 +87,17 @@ class CheckpointFile:
 
 def read(
     path: Path,
-    template: TrainState | InferenceState | None = None,
+    template: Template = None,
     partial: str | Sequence[str] | None = None,
 ) -> CheckpointFile:
     """Reads and verifies the checkpoint of one step; see `CheckpointFileReader.read`."""
     record = read_record(path)
+    if isinstance(template, TemplateOf):
+        template = template.make(record.get("running"))
     described, templates = record["arrays"], {}
     if template is not None:
-        described, templates = _wanted(described, template, partial, path)
+        frozen = (record.get("running") or {}).get("frozen")
+        described, templates = _wanted(described, template, partial, path, frozen)
     if problem := from_main("the seal of a checkpoint", lambda: _seal.problem(path)):
         raise Damaged(problem)
     stored = {name: each for name, each in described.items() if not each.get("is_own")}
@@ -150,6 +156,7 @@ def _wanted(
     template: TrainState | InferenceState,
     partial: str | Sequence[str] | None,
     path: Path,
+    frozen: Sequence[str] | None,
 ) -> tuple[dict[str, Description], dict[str, ArrayLike]]:
     """Returns the descriptions of the arrays to read, and the leaves that they replace."""
     fields = {field.name for field in dataclasses.fields(template)}
@@ -167,7 +174,7 @@ def _wanted(
         found |= {name: described[name] for name in own}
         templates |= {name: templates[path] for name, path in own.items()}
         here |= {n: {**here[path], "dtype": found[n]["dtype"]} for n, path in own.items()}
-    check_fits(found, here, path)
+    check_fits(found, here, path, frozen=frozen)
     if isinstance(template, TrainState):
         found |= _below(COMPANIONS, described)  # A loop compares them with its task's.
     return found, templates

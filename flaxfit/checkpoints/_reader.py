@@ -11,6 +11,7 @@ from flaxfit.checkpoints._retention import intact_records, ranking
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.display import say
 from flaxfit.distributed._processes import exchange, from_main
+from flaxfit.state._template import TemplateOf
 from flaxfit.state._train_state import InferenceState, TrainState
 from flaxfit.tree._types import PyTree
 
@@ -42,6 +43,9 @@ class CheckpointFileReader:
       strict: whether a damaged checkpoint is an error at once, and is not renamed.
     """
 
+    takes_template_of = True
+    """Whether `read` takes a `TemplateOf`: readers of the user's own need not."""
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -59,7 +63,7 @@ class CheckpointFileReader:
 
     def read(
         self,
-        template: TrainState | InferenceState | None = None,
+        template: _file.Template = None,
         *,
         partial: str | Sequence[str] | None = None,
     ) -> _file.CheckpointFile | None:
@@ -88,7 +92,7 @@ class CheckpointFileReader:
         """
         if template is None and isinstance(self.target, TrainState):
             template = self.target
-        if not isinstance(template, TrainState | InferenceState | None):
+        if not isinstance(template, TrainState | InferenceState | TemplateOf | None):
             raise TypeError(
                 f"A checkpoint is read into a state, got {type(template).__name__}: "
                 f"{template!r:.60}. Make one with flaxfit.init_state(init, optimizer, key, inputs)."
@@ -103,7 +107,7 @@ class CheckpointFileReader:
             return self.read(template, partial=partial)
 
     def _read(
-        self, template: TrainState | InferenceState | None, partial: str | Sequence[str] | None
+        self, template: _file.Template, partial: str | Sequence[str] | None
     ) -> _file.CheckpointFile | None:
         steps, damaged = from_main("the checkpoints of a folder", self._candidates)
         for step in steps:

@@ -219,6 +219,11 @@ def borrows(callback: Function) -> bool:
     return getattr(callback, "borrows", False) or getattr(owner_of(callback), "borrows", False)
 
 
+def unfreezes(callback: Function) -> bool:
+    """Whether a callback unfreezes parameters, so that a run resumes as they were frozen then."""
+    return getattr(owner_of(callback), "unfreezes", False)
+
+
 def returned_by(callback: Function, checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as a callback returns it, which is a checkpoint or None."""
     changed = callback(checkpoint)

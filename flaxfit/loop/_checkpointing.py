@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from flaxfit.loop._callback_list import Delivery
-from flaxfit.loop._record import LossWarning, make_checkpoint
+from flaxfit.loop._record import LossWarning, get_running, make_checkpoint
 from flaxfit.loop._settings import Settings
 from flaxfit.loop._tuning import with_settings
 from flaxfit.state._checkpoint import Checkpoint
@@ -50,7 +50,10 @@ class Checkpointing(Settings):
         tuned = [] if self._due is None else self._due.tuned
         if tuned and self.step == checkpoint.step and hasattr(checkpoint.state, "opt_state"):
             # The callbacks remember that they have set these: a resumed run needs both.
+            is_borrowed = checkpoint.is_borrowed
             checkpoint = with_settings(self._stepper, checkpoint, tuned)
+            if is_borrowed:  # It has the present state, of which others may be frozen now.
+                checkpoint = checkpoint.replace(running=get_running(self._stepper))
         # A callback may have called `finish` just now.
         wanted, self._is_finishing = checkpoint.stop or self._is_finishing, False
         stop = self._stepper.consistency.stop(wanted)

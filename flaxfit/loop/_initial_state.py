@@ -13,11 +13,13 @@ from flaxfit.modules._switch import as_init
 from flaxfit.optim._extended import wrap_state
 from flaxfit.optim._plain_rate import live_rate, matched
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._template import TemplateOf
 from flaxfit.state._train_state import TrainState, with_opt_state
 from flaxfit.step._init_state import init_state
+from flaxfit.task._frozen import frozen_as_saved
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.tree._types import ArrayLike, Function, Json, PyTree
 
 
 def start(
@@ -27,7 +29,9 @@ def start(
     sample: Callable[[], PyTree],
     say: Callable[[str], None],
     shardings: Callable[[PyTree], PyTree] | None = None,
-) -> tuple[TrainState, Any, bool]:
+    *,
+    freezes_as_saved: bool = False,
+) -> tuple[TrainState, Any, bool, TrainTask]:
     """Creates or restores the initial state.
 
     Args:
@@ -38,10 +42,11 @@ def start(
       sample: returns the inputs of a batch.
       say: prints a line.
       shardings: maps an abstract state to the shardings of its arrays.
+      freezes_as_saved: whether the task freezes what was frozen in the saved run.
 
     Returns:
-      The state; the file that held it, or None; and whether nobody else holds its arrays, so that
-      steps may donate them.
+      The state; the file that held it, or None; whether nobody else holds its arrays, so that
+      steps may donate them; and the task.
     """
     init = as_init("TrainLoop", init, task.apply)
     streams = ("params", *task.rngs)
@@ -54,14 +59,15 @@ def start(
             made = _template(shapes, optimizer, task, sample, streams)
             return made if shardings is None else jax.tree.map(_in_place, made, shardings(made))
 
-        found = _read_file(init.read, template, task)
+        is_free = freezes_as_saved and getattr(init, "takes_template_of", False)
+        found, task = _read_file(init.read, template, task, freezes_as_saved=is_free)
         if found is not None:
             say(f"restored step {int(found.state.step):,} from {found.path}")
-            return found.state, found, False
+            return found.state, found, False, task
         say("no checkpoint found, starting fresh")
         init = target
     if isinstance(init, TrainState):
-        return _prepared(init, task), None, False
+        return _prepared(init, task), None, False, task
     if not callable(init):
         raise TypeError(
             "TrainLoop needs an init function, a TrainState or a CheckpointFileReader, got "
@@ -77,7 +83,7 @@ def start(
     )
     # Results of a program are new arrays; weights that are read, or an eager init, may not be.
     is_own = not getattr(init, "gives_weights", False) and not jax.config.jax_disable_jit
-    return state, None, is_own
+    return state, None, is_own, task
 
 
 def _template(
@@ -89,6 +95,8 @@ def _template(
 ) -> PyTree:
     """The state that a reader is asked for, as shapes and dtypes."""
     if isinstance(shapes, TrainState):
+        if getattr(optimizer, "freeze", ()) != getattr(task.optimizer, "freeze", ()):
+            return jax.eval_shape(lambda: shapes.replace_optimizer(optimizer))
         return jax.eval_shape(lambda: _prepared(shapes, task, optimizer))
     if callable(shapes):
         return _shapes(
@@ -101,16 +109,37 @@ def _template(
     )
 
 
-def _read_file(read: Function, template: Function, task: TrainTask) -> Any:
-    """Reads a checkpoint, in which the rate of a plain optimizer may have been set."""
-    live = None if task.step is not None else live_rate(task.optimizer)
+def _read_file(
+    read: Function, template: Function, task: TrainTask, *, freezes_as_saved: bool
+) -> tuple[Any, TrainTask]:
+    """Reads a checkpoint, in which the rate of a plain optimizer may have been set.
+
+    Also returns the task, which may freeze what was frozen in the saved run.
+    """
+    saved = task
+
+    def asked(optimizer_of: Function) -> Any:
+        if not freezes_as_saved:
+            return template(optimizer_of(task.optimizer))
+
+        def of(running: Json) -> PyTree:
+            nonlocal saved
+            saved = frozen_as_saved(task, running)
+            try:
+                return template(optimizer_of(saved.optimizer))
+            except ValueError:  # Of another model, as the reader says with more words.
+                saved = task
+                return template(optimizer_of(task.optimizer))
+
+        return TemplateOf(of)
+
     try:
-        return read(template(task.optimizer))
+        return read(asked(lambda optimizer: optimizer)), saved
     except ValueError as error:
-        if live is None:
+        if task.step is not None or live_rate(task.optimizer) is None:
             raise
         with contextlib.suppress(ValueError):
-            return read(template(live))
+            return read(asked(live_rate)), saved
         raise error from None
 
 

@@ -7,6 +7,7 @@ import jax
 from flaxfit.loop._state_layout import StateLayout
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import carry_state
+from flaxfit.optim._generations import Late
 from flaxfit.optim._hyperparams import names_of
 from flaxfit.optim._plain_rate import matched
 from flaxfit.state._checkpoint import Borrowed
@@ -90,8 +91,12 @@ class PlacedState:
         opt_state = jax.tree.map(placed, matched(optimizer, old.opt_state)[1])
         self.hold(with_opt_state(old, opt_state))
 
-    def set_optimizer(self, optimizer: Any) -> None:
-        """Rebuilds the optimizer state after a change of `freeze`; keeps what still applies."""
+    def set_optimizer(self, optimizer: Any) -> Late:
+        """Rebuilds the optimizer state after a change of `freeze`; keeps what still applies.
+
+        Returns the parameters that were unfrozen later, now or before.
+        """
         state = self._strategy.collect(self.value)
-        opt_state = carry_state(state.opt_state, optimizer, state.params)
+        opt_state, late = carry_state(state.opt_state, optimizer, state.params)
         self.hold(self._strategy.place(with_opt_state(state, opt_state)))
+        return late

@@ -9,9 +9,11 @@ import numpy as np
 
 from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._stopwatch import Stopwatch
-from flaxfit.loop._tuning import learning_rates
+from flaxfit.loop._tuning import learning_rates, set_late
 from flaxfit.metrics._monitor import modes_of
+from flaxfit.optim._generations import from_json
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.task._frozen import frozen_facts
 from flaxfit.task._task import module_of
 from flaxfit.tree._types import Json
 
@@ -63,6 +65,7 @@ def get_running(stepper: Stepper) -> dict[str, Json]:
     They include the size of the batches, as the next one may be a remainder.
     """
     running: dict[str, Json] = {"batch_size": stepper.loader.batch_size}
+    running |= frozen_facts(stepper.task, lambda: stepper.state.params)
     if (n_virtual := stepper.strategy.virtual_replicas) is not None:
         running["virtual_replicas"] = n_virtual
     return running
@@ -70,7 +73,8 @@ def get_running(stepper: Stepper) -> dict[str, Json]:
 
 def set_running(stepper: Stepper, running: dict[str, Json], say: Callable[[str], None]) -> None:
     """Continues from what `get_running` returned."""
-    stepper.loader.batch_size = running["batch_size"]
+    stepper.loader.batch_size = running.get("batch_size", stepper.loader.batch_size)
+    set_late(stepper, from_json(running.get("late", ())))
     before, now = running.get("virtual_replicas"), stepper.strategy.virtual_replicas
     if before != now:
         say(f"results will differ in their last bits: virtual_replicas was {before}, now is {now}")

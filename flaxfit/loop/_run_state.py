@@ -15,7 +15,8 @@ from flaxfit.loop._record import make_checkpoint, set_running
 from flaxfit.loop._step_cost import step_cost, step_memory
 from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._stopwatch import Stopwatch
-from flaxfit.loop._tuning import match
+from flaxfit.loop._tuning import match, set_late
+from flaxfit.optim._extended import late_of
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._cost import StepCost
@@ -141,6 +142,8 @@ class RunState:
         self._forget_delivery()
         self._last, self._is_at_start = None, False
         self._reset()
+        # Those of a state alone are unknown: it may be one from before they were unfrozen.
+        set_late(self._stepper, late_of(self._stepper.task.optimizer))
         if (running := getattr(checkpoint, "running", None)) is not None:
             set_running(self._stepper, running, self.say)
         if getattr(checkpoint, "sums", None) is not None:

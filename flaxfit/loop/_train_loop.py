@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from flaxfit.data._batch import normalize
 from flaxfit.display import say
-from flaxfit.loop._callback_list import CallbackList
+from flaxfit.loop._callback_list import CallbackList, as_tuple, unfreezes
 from flaxfit.loop._checkpointing import Checkpointing
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
@@ -137,9 +137,17 @@ class TrainLoop(Checkpointing):
 
         CallbackList(callbacks).attach_first(self)
         with eagerly(strategy), without_mesh():
-            state, self.start, is_own = start(
-                init, task, rnkey, sample, self.say, strategy.shardings
+            state, self.start, is_own, present = start(
+                init,
+                task,
+                rnkey,
+                sample,
+                self.say,
+                strategy.shardings,
+                freezes_as_saved=any(map(unfreezes, as_tuple(callbacks))),
             )
+        if present is not task:
+            self._stepper.set_task(present)
         if task.step is None:
             check_trains(state, self.say)
         if self.start is not None or strategy.virtual_replicas:

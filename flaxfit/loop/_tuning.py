@@ -8,11 +8,14 @@ import jax
 
 from flaxfit.loop._stepper import Stepper
 from flaxfit.optim import hyperparams, set_hyperparams
+from flaxfit.optim._extended import late_of
+from flaxfit.optim._generations import Late, fitting
 from flaxfit.optim._hyperparams import group_name, scheduled
 from flaxfit.optim._hyperparams import learning_rates as rates_of
 from flaxfit.optim._plain_rate import live_rate, matched, plain_schedule, told_rate
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState, with_opt_state
+from flaxfit.task._frozen import with_late
 from flaxfit.tree._types import ArrayLike
 
 
@@ -100,9 +103,16 @@ def match(stepper: Stepper, state: TrainState) -> TrainState:
 def freeze(stepper: Stepper, patterns: str | Sequence[str]) -> None:
     """Continues with other parameters frozen, and keeps the optimizer state of the rest."""
     task = dataclasses.replace(stepper.task, freeze=patterns)
-    stepper.placed.set_optimizer(task.optimizer)
+    late = stepper.placed.set_optimizer(task.optimizer)
     stepper.n_tuned += 1
-    stepper.set_task(task)
+    stepper.set_task(with_late(task, late))
+
+
+def set_late(stepper: Stepper, late: Late) -> None:
+    """Continues with the parameters that were unfrozen later, as far as the state fits them."""
+    fits = fitting(late, stepper.state.opt_state, stepper.state.params)
+    if fits != late_of(stepper.task.optimizer):
+        stepper.set_task(with_late(stepper.task, fits))
 
 
 def _set_optimizer(stepper: Stepper, optimizer: object) -> None:

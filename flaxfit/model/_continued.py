@@ -9,6 +9,7 @@ import jax
 from flaxfit import checkpoints
 from flaxfit.display import say
 from flaxfit.optim._extended import continued_state
+from flaxfit.optim._generations import Late, to_json
 from flaxfit.optim._plain_rate import live_rate, matched
 from flaxfit.state._train_state import TrainState, with_opt_state
 from flaxfit.task._task import TrainTask
@@ -39,6 +40,8 @@ class StateReader:
         self._reader, self._task, self._writers = reader, task, writers
         self._is_same, self._quiet = is_same, quiet
         self._state: TrainState | None = None
+        self.late: Late | None = None
+        """The parameters that were unfrozen later, once the state of another task was read."""
 
     def followed_by(
         self, task: TrainTask, before: TrainTask, is_same: bool, quiet: bool
@@ -53,11 +56,13 @@ class StateReader:
         found = self._read(template)
         if found is None:
             return None
-        state = found.state
+        state, running = found.state, None
         if self._task is not None:
-            state = continued(state, self._task, is_same=self._is_same, quiet=self._quiet)
+            options = {"is_same": self._is_same, "quiet": self._quiet}
+            state, self.late = continued(state, self._task, **options)
+            running = {"late": to_json(self.late)}
         return checkpoints.CheckpointFile(
-            step=found.step, state=state, metrics=found.metrics, path=found.path
+            step=found.step, state=state, metrics=found.metrics, running=running, path=found.path
         )
 
     @property
@@ -70,6 +75,7 @@ class StateReader:
             quiet = StateReader(self._reader, self.loaded, self._task, self._writers, self._is_same)
             found = quiet.read(template)
             self._state = self.loaded if found is None else found.state
+            self.late = quiet.late
         return self._state
 
     def _read(self, template: PyTree) -> checkpoints.CheckpointFile | None:
@@ -104,10 +110,11 @@ class StateReader:
 
 def continued(
     state: TrainState, task: TrainTask, *, is_same: bool, quiet: bool = False
-) -> TrainState:
+) -> tuple[TrainState, Late]:
     """Returns a state for the optimizer of a task, which is another one or has other options.
 
-    Says what of the optimizer's state is kept, unless nothing was trained.
+    Also returns the parameters that were unfrozen later. Says what of the optimizer's state is
+    kept, unless nothing was trained.
 
     Args:
       state: the present state.
@@ -118,12 +125,14 @@ def continued(
     optimizer = task.optimizer
     if task.step is None:  # The rate of a plain optimizer may have been moved into the state.
         optimizer, _ = matched(optimizer, state.opt_state)
-    opt_state, is_kept = continued_state(state.opt_state, optimizer, state.params, is_same=is_same)
+    opt_state, is_kept, late = continued_state(
+        state.opt_state, optimizer, state.params, is_same=is_same
+    )
     if int(state.step) and not quiet:
         kept = "the weights and the optimizer state are kept"
         fresh = "the weights are kept; the optimizer state differs and starts from scratch"
         say(f"compiled at step {int(state.step):,}: {kept if is_kept else fresh}")
-    return with_opt_state(state, opt_state)
+    return with_opt_state(state, opt_state), late
 
 
 def _for_optimizer(state: TrainState, optimizer: Any) -> TrainState:

@@ -13,11 +13,13 @@ from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._continued import StateReader, continued
 from flaxfit.model._weights import Load, WarmStart
+from flaxfit.optim._generations import from_json
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
 from flaxfit.strategies import Strategy
 from flaxfit.strategies._eager import eagerly
 from flaxfit.task._companions import are_same
+from flaxfit.task._frozen import with_late
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._shapes import shapes_of
@@ -92,7 +94,9 @@ class StartingPoint:
           RuntimeError: there is none yet.
         """
         if isinstance(self._given, StateReader):
-            return self._given.state
+            state, late = self._given.state, self._given.late
+            self.task = self.task if late is None else with_late(self.task, late)
+            return state
         if self.known is not None:
             return self.known
         if self._gives_weights:
@@ -126,6 +130,7 @@ class StartingPoint:
         self.restore(found.state)
         self._given = StateReader(reader, found.state)
         self._placed, self._unchecked, self.is_continued = placed, folder, True
+        self.task = with_late(self.task, from_json((found.running or {}).get("late", ())))
 
     def add_weights(self, load: Load, loaded: TrainState | None) -> None:
         """Puts weights of a file into fresh parameters; `loaded` is as in `WarmStart`."""
@@ -162,7 +167,8 @@ class StartingPoint:
             self._given = self._given.followed_by(task, self.task, is_same, quiet)
         elif loop is not None or isinstance(self._given, TrainState):
             state = self.state if loop is None else loop.state
-            self._given = continued(state, task, is_same=is_same, quiet=quiet)
+            self._given, late = continued(state, task, is_same=is_same, quiet=quiet)
+            task = with_late(task, late)
         if loop is not None:
             shapes = loop.input_shapes
             self.input_shapes = self.input_shapes if shapes is None else shapes

@@ -21,10 +21,12 @@ from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._instance import Instance
 from flaxfit.model._starting_point import Init, StartingPoint
 from flaxfit.model._weights import open_weights, state_alone
+from flaxfit.optim._extended import late_of
 from flaxfit.optim._freeze import check_patterns
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.strategies import Strategy
+from flaxfit.task._frozen import frozen_as, frozen_facts, with_late
 from flaxfit.task._task import TrainTask, averaged_by
 from flaxfit.tree._types import Data, InitFn, PyTree, Variables
 
@@ -66,8 +68,11 @@ class Trainer:
 
     @property
     def task(self) -> TrainTask:
-        """The task that is trained, without the data of `fit`."""
-        return self.starting_point.task
+        """The task that is trained, without the data of `fit`, as callbacks have frozen it."""
+        start = self.starting_point
+        if self.loop is not None:
+            start.task = frozen_as(start.task, self.loop.task)
+        return start.task
 
     @property
     def _present(self) -> TrainLoop | StartingPoint:
@@ -110,7 +115,10 @@ class Trainer:
     def checkpoint(self) -> Checkpoint:
         """The present state with its companions, if checkpoints hold them."""
         state, saved = self.state, self._companions.saved
-        return Checkpoint(step=int(state.step), state=state, metrics={}, companions=saved)
+        running = frozen_facts(self.task, lambda: state.params)
+        return Checkpoint(
+            step=int(state.step), state=state, metrics={}, companions=saved, running=running
+        )
 
     @property
     def input_shapes(self) -> PyTree:
@@ -146,12 +154,11 @@ class Trainer:
         Raises:
           ValueError: they do not fit the model; nothing has changed then.
         """
-        task = dataclasses.replace(self.task, freeze=patterns)
         known = self.starting_point.known
         if self.loop is not None:
             self.loop.freeze = patterns
-            self.starting_point.task = task
         else:
+            task = dataclasses.replace(self.task, freeze=patterns)
             if known is not None:  # Which may be read again, and checked, only by `fit`.
                 check_patterns(task.freeze, known.params)
             self.continue_with(task, is_same=True, quiet=True)
@@ -175,6 +182,7 @@ class Trainer:
             self.starting_point.load(found, folder)
             return
         fields = {"step": found.step, "metrics": found.metrics, "companions": found.companions}
+        fields["running"] = {"late": (found.running or {}).get("late", ())}
         self.loop.restore(Checkpoint(state=found.state, **fields))
 
     def load_weights(self, path: str | os.PathLike[str], **options: Any) -> None:
@@ -262,6 +270,7 @@ class Trainer:
 
         `is_same` and `quiet` are as in `continued`.
         """
+        task = with_late(task, late_of(self.task.optimizer))
         self.starting_point.continue_with(task, self.loop, is_same=is_same, quiet=quiet)
         self.loop = None
 

@@ -11,6 +11,7 @@ import optax
 from flaxfit.optim._arguments import of_selected, with_arguments
 from flaxfit.optim._averaged import schedule_free_states
 from flaxfit.optim._freeze import carry_over, check_patterns, mask, merge
+from flaxfit.optim._generations import Late, late_after, update_each
 from flaxfit.optim._hyperparams import with_hyperparams_of
 from flaxfit.optim._spikes import Recent, no_recent
 from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
@@ -43,6 +44,12 @@ class ExtendedOptimizer:
     ema_overwrite_frequency: int | None = None
     scales_loss: bool = False
     keeps_recent: bool = False
+    late: Late = ()
+    """Parameters that were unfrozen later; without other options the state is the inner one."""
+
+    @property
+    def _is_bare(self) -> bool:
+        return self == ExtendedOptimizer(self.user, late=self.late)
 
     @property
     def _inner(self) -> optax.GradientTransformationExtraArgs:
@@ -51,11 +58,13 @@ class ExtendedOptimizer:
             return user
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), user)
 
-    def init(self, params: Params) -> ExtendedState:
+    def init(self, params: Params) -> OptState:
         """Returns the state before the first step, after checks of `freeze` and `ema`."""
         check_patterns(self.freeze, params)
         trained = mask(params, self.freeze)
         inner = self._inner.init(trained)
+        if self._is_bare:
+            return inner
         if self.ema is not None and schedule_free_states(inner):
             raise ValueError(
                 f"Cannot keep a moving average, ema={self.ema}, with a schedule-free optimizer: it "
@@ -71,14 +80,17 @@ class ExtendedOptimizer:
 
     def update(
         self, updates: PyTree, state: PyTree, params: Params = None, **extra: PyTree
-    ) -> tuple[PyTree, ExtendedState]:
+    ) -> tuple[PyTree, OptState]:
         """Takes one step; frozen parameters may be missing, and get updates of zero if not."""
+        if self._is_bare:
+            return update_each(self._inner.update, self.late, updates, state, params, **extra)
 
         def select(tree: PyTree) -> PyTree:
             return mask(tree, self.freeze)
 
         trained, extra = select(params), of_selected(extra, params, select)
-        own, inner = self._inner.update(select(updates), state.inner, trained, **extra)
+        grads, update = select(updates), self._inner.update
+        own, inner = update_each(update, self.late, grads, state.inner, trained, **extra)
         average, n_steps = state.average, state.n_steps
         if self.ema is not None:
             moved = optax.apply_updates(trained, own)
@@ -99,6 +111,19 @@ def extend(optimizer: Any, **options: Any) -> Any:
     return ExtendedOptimizer(user, **options) if any(options.values()) else user
 
 
+def late_of(optimizer: Any) -> Late:
+    """Returns the parameters that the optimizer of a task knows to be unfrozen later."""
+    return optimizer.late if isinstance(optimizer, ExtendedOptimizer) else ()
+
+
+def with_late(optimizer: Any, late: Late) -> Any:
+    """Returns the optimizer of a task with other parameters that were unfrozen later."""
+    if isinstance(optimizer, ExtendedOptimizer):
+        optimizer = dataclasses.replace(optimizer, late=late)
+        return optimizer if late or not optimizer._is_bare else optimizer.user
+    return ExtendedOptimizer(optimizer, late=late) if late else optimizer
+
+
 def _new_scale() -> PyTree:
     from flax.training.dynamic_scale import DynamicScale
 
@@ -106,22 +131,31 @@ def _new_scale() -> PyTree:
     return DynamicScale().replace(fin_steps=jnp.int32(0), scale=jnp.float32(65536.0))
 
 
-def carry_state(old: OptState, optimizer: optax.GradientTransformation, params: Params) -> OptState:
-    """Initializes an optimizer and takes over what `old` holds, after a change of `freeze`."""
+def carry_state(
+    old: OptState, optimizer: optax.GradientTransformation, params: Params
+) -> tuple[OptState, Late]:
+    """Initializes an optimizer and takes over what `old` holds, after a change of `freeze`.
+
+    Also returns the parameters that were unfrozen later, now or before.
+    """
     new = optimizer.init(params)
     if isinstance(new, ExtendedState):
-        return carry_over(old if isinstance(old, ExtendedState) else ExtendedState(old), new)
-    return carry_over(old.inner if isinstance(old, ExtendedState) else old, new)
+        kept = old if isinstance(old, ExtendedState) else ExtendedState(old)
+    else:
+        kept = old.inner if isinstance(old, ExtendedState) else old
+    new = carry_over(kept, new)
+    return new, late_after(late_of(optimizer), old, new, params)
 
 
 def continued_state(
     old: OptState, optimizer: optax.GradientTransformation, params: Params, *, is_same: bool
-) -> tuple[OptState, bool]:
+) -> tuple[OptState, bool, Late]:
     """Initializes an optimizer and takes over the parts of `old` that match its own state.
 
     Also returns whether the state of the user's optimizer, without the options of the task, was
-    taken over. The same optimizer keeps its state and hyperparameters, and only parameters that
-    were frozen start from scratch. Another optimizer keeps its own hyperparameters.
+    taken over, and the parameters that were unfrozen later. The same optimizer keeps its state and
+    hyperparameters, and only parameters that were frozen start from scratch. Another optimizer
+    keeps its own hyperparameters.
     """
     new = optimizer.init(params)
     fields = new._asdict() if isinstance(new, ExtendedState) else {"inner": new}
@@ -140,7 +174,7 @@ def continued_state(
             )
     fields |= taken
     state = new._replace(**fields) if isinstance(new, ExtendedState) else fields["inner"]
-    return state, "inner" in taken
+    return state, "inner" in taken, late_after(late_of(optimizer), old, state, params)
 
 
 def _clipped_or_not(inner: OptState) -> list[OptState]:
@@ -158,6 +192,8 @@ def _are_alike(some: PyTree, others: PyTree) -> bool:
 def wrap_state(opt_state: OptState, optimizer: object, params: Params) -> OptState:
     """Wraps the state of a user's optimizer for one with options; returns others unchanged."""
     if isinstance(opt_state, ExtendedState) or not isinstance(optimizer, ExtendedOptimizer):
+        return opt_state
+    if optimizer._is_bare:
         return opt_state
     own = jax.eval_shape(optimizer.user.init, params)
     if jax.tree.structure(own) != jax.tree.structure(opt_state):

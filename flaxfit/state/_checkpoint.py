@@ -63,7 +63,8 @@ class Checkpoint:
       compile_time: seconds of compilation since the previous checkpoint.
       data_state: the position of the data stream, if it has one, as JSON.
       stop: whether the loop ends after this checkpoint; a callback may set it.
-      running: the size of the batches and the number of virtual replicas, as JSON.
+      running: the size of the batches, the number of virtual replicas, and the paths of frozen
+        parameters, as JSON.
       sums: the sums of the metrics so far, for a checkpoint between two that the loop yields.
       last_grads: the gradients of the last step; see `grads`.
       companions: the variables of the task's companions by name, with

@@ -1,6 +1,6 @@
 """The logical axes of the state of any optimizer, derived from those of the parameters."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import combinations
 
 import jax
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
 from flaxfit.state._logical_axes import Axes, unnamed
-from flaxfit.tree._paths import path_of
+from flaxfit.tree._paths import path_of, sections
 from flaxfit.tree._types import OptState, Params, PyTree
 
 Shape = tuple[int, ...]
@@ -54,7 +54,7 @@ def specs_by_parameter(
     parameters = {p[1:]: (path_of(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)}
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        part = next((part for part in _parts(path) if part in parameters), None)
+        part = next((part for part in sections(path) if part in parameters), None)
         if part is None:
             found[path_of(path)] = unnamed(leaf)
             continue
@@ -62,13 +62,6 @@ def specs_by_parameter(
         if name in specs:
             found[path_of(path)] = _derived(path, np.shape(leaf), np.shape(parameter), specs[name])
     return found
-
-
-def _parts(path: KeyPath) -> Iterator[KeyPath]:
-    """Yields the sections of a path, long ones first, among equals later ones first."""
-    for length in range(len(path), -1, -1):
-        for start in range(len(path) - length, -1, -1):
-            yield path[start : start + length]
 
 
 def _derived(path: KeyPath, shape: Shape, whole: Shape, spec: PartitionSpec) -> PartitionSpec:

@@ -1,7 +1,7 @@
 """Paths of pytrees ("encoder/Dense_0/kernel") and rules over them: `(pattern, value)` pairs."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,13 @@ Rules = Sequence[tuple[str, Any]]
 def path_of(key_path: jax.tree_util.KeyPath) -> str:
     """Joins the key path of a leaf with "/"."""
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
+def sections(path: jax.tree_util.KeyPath) -> Iterator[jax.tree_util.KeyPath]:
+    """Yields the sections of a key path, long ones first, among equals later ones first."""
+    for length in range(len(path), -1, -1):
+        for start in range(len(path) - length, -1, -1):
+            yield path[start : start + length]
 
 
 def flat(tree: PyTree) -> dict[str, PyTree]:

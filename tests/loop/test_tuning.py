@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from internals import programs_of
-from loops import init_of
+from loops import given, init_of
 from marks import thorough
 
 import flaxfit as ff
@@ -204,6 +204,111 @@ def test_thawing_keeps_the_moments_of_what_was_trained(options, n_devices):
 
 def is_adam(state):
     return isinstance(state, optax.ScaleByAdamState)
+
+
+# A gradient that never changes, of which each step of Adam makes one of the learning rate.
+
+
+def distance(outputs, targets):
+    return abs(outputs - targets).mean(-1)
+
+
+def sums(variables, x, **options):
+    outputs = x * sum(each.sum() for each in variables["params"].values())
+    return (outputs, {}) if "mutable" in options else outputs
+
+
+@given
+def zeros(rngs, x):
+    return {"params": {name: np.zeros((64, 64), np.float32) for name in ("head", "stem")}}
+
+
+def steady_loop(optimizer=None, init=zeros, *, loop=None, callbacks=(), **options):
+    x, y = np.ones((8, 1), np.float32), np.full((8, 1), 1e9, np.float32)
+    data = ff.ArrayStream(x, y, batch_size=8)
+    optimizer = optax.adam(0.01) if optimizer is None else optimizer
+    task = ff.TrainTask(sums, optimizer, distance, data, **{"freeze": "stem", **options})
+    settings = {"n_steps": 99, "stdout": False, "callbacks": callbacks}
+    return ff.TrainLoop(init, task, 0, **settings, **(loop or {"devices": jax.devices()[:1]}))
+
+
+def steps_of(loop, n):
+    """How far each parameter moves in each of n steps, in learning rates."""
+    found, before = {"head": [], "stem": []}, loop.state.params
+    for checkpoint in loop.run(n):
+        for name, steps in found.items():
+            moved = np.abs(checkpoint.state.params[name] - before[name])
+            assert np.ptp(moved) < 1e-6
+            steps.append(float(moved.mean()) / 0.01 / checkpoint.n_completed_steps)
+        before = checkpoint.state.params
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loop", "options"),
+    [
+        ({"devices": jax.devices()[:1]}, {}),
+        thorough({"devices": jax.devices()[:4]}, {"clip_norm": 1e9}),
+        ({"strategy": ff.Sharded.fsdp()}, {"ema": 0.9}),
+        thorough({"steps_per_call": 2, "n_steps_per_checkpoint": 4}, {}),
+        ({"steps_per_call": 2, "n_steps_per_checkpoint": 4}, {"skip_nonfinite": True}),
+        thorough({}, {"accumulate": 2}),
+        thorough({}, {"optimizer": adam()}),
+        thorough(
+            {}, {"optimizer": ff.optim.MultiOptimizer(("head", adam()), ("stem", optax.adam(0.01)))}
+        ),
+    ],
+)
+def test_adam_steps_as_far_with_a_parameter_that_is_unfrozen_later(loop, options):
+    loop = steady_loop(loop=loop, **options)
+    assert np.allclose(steps_of(loop, 40)["stem"], 0)
+    loop.freeze = ()
+    after = steps_of(loop, 8)
+    assert np.allclose(after["head"], 1, rtol=1e-3)
+    assert np.allclose(after["stem"], 1, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_rate_that_is_set_later_keeps_the_correction():
+    loop = steady_loop()
+    list(loop.run(40))
+    loop.freeze = ()
+    loop.set_hyperparams(learning_rate=0.02)
+    after = steps_of(loop, 4)
+    assert np.allclose(after["head"], 2, rtol=1e-3)
+    assert np.allclose(after["stem"], 2, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_restored_run_corrects_as_the_one_that_was_saved(tmp_path):
+    loop = steady_loop()
+    list(loop.run(40))
+    loop.freeze = ()
+    loop.next_step()
+    checkpoint = loop.next_step()
+    with ff.checkpoints.CheckpointFileWriter(tmp_path) as writer:
+        writer(checkpoint)
+    list(loop.run(3))
+    reader = ff.checkpoints.CheckpointFileReader(tmp_path, zeros)
+    resumed = steady_loop(init=reader, freeze=())
+    list(resumed.run(3))
+    assert_equal(resumed.state.params, loop.state.params)
+    resumed.restore(checkpoint)
+    list(resumed.run(3))
+    assert_equal(resumed.state.params, loop.state.params)
+
+
+@pytest.mark.slow
+def test_a_state_from_before_the_unfreezing_is_corrected_as_a_whole():
+    loop = steady_loop()
+    start = loop.state
+    list(loop.run(40))
+    loop.freeze = ()
+    loop.next_step()
+    loop.restore(start.replace_optimizer(loop.task.optimizer))
+    assert np.allclose(steps_of(loop, 4)["stem"], 1, rtol=1e-3)
+    assert np.allclose(steps_of(loop, 40)["head"], 1, rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -98,6 +98,99 @@ def test_a_checkpoint_of_another_optimizer_is_frozen_too(loaded, capfd):
     assert "compiled at step 1" in capfd.readouterr().err
 
 
+def test_a_model_says_and_keeps_what_callbacks_have_frozen(capsys):
+    model = make_model(freeze=["kernel"])
+    model.fit(X, Y, verbose=0, callbacks=[ff.callbacks.Unfreeze({1: "kernel"})])
+    assert model.freeze == ()
+    model.summary(X)
+    assert "0 frozen" in capsys.readouterr().out
+    model.evaluate(X, Y, verbose=0)
+    assert moved(model) == {"kernel", "bias"}
+
+    class Freeze:
+        def attach(self, loop):
+            self.loop = loop
+
+        def __call__(self, checkpoint):
+            self.loop.freeze = ["bias"]
+
+    model.fit(X, Y, verbose=0, callbacks=[Freeze()])
+    assert model.freeze == ("bias",)
+    model.compile(optimizer=optax.adam(1e-3))
+    assert model.freeze == ("bias",)
+    assert moved(model) == {"kernel"}
+
+
+class Steady(nn.Module):
+    """A model and a loss whose gradients never change, of which Adam makes steps of its rate."""
+
+    @nn.compact
+    def __call__(self, x):
+        names = ("head", "stem")
+        return x * sum(self.param(name, nn.initializers.zeros, ()) for name in names)
+
+
+def distance(outputs, targets):
+    return abs(outputs - targets).mean(-1)
+
+
+def steady(**options):
+    return ff.Model(Steady(), optax.adam(0.01), distance, strategy=ONE, **options)
+
+
+ONES = np.ones((4, 1), np.float32)
+
+
+def first_steps(model, rate=0.01):
+    found = []
+    for _ in range(3):
+        before = model.state.params
+        model.fit(ONES, 1e6 * ONES, verbose=0)
+        found += [(model.state.params[name] - before[name]) / rate for name in ("head", "stem")]
+    return found
+
+
+@pytest.mark.parametrize(
+    "way", ["set", "compiled", "loaded", "set and saved", "saved", "saved and set"]
+)
+def test_parameters_that_are_unfrozen_later_move_by_the_rate(way, tmp_path):
+    model, rate = steady(freeze="stem"), 0.01
+    model.fit(ONES, 1e6 * ONES, epochs=40, verbose=0)
+    if way in ("loaded", "set and saved"):
+        model.save(tmp_path)
+        model = steady(freeze="stem")
+        model.load(tmp_path)
+    if way == "compiled":
+        model.compile(freeze=())
+        model.compile(optimizer=optax.adam(0.001))
+        rate = 0.001
+    else:
+        model.freeze = ()
+    if "saved" in way:
+        if way != "set and saved":
+            model.fit(ONES, 1e6 * ONES, verbose=0)
+        model.save(tmp_path)
+        model = steady()
+        model.load(tmp_path)
+    if way == "saved and set":
+        model.freeze = "head"
+        model.freeze = ()
+    np.testing.assert_allclose(first_steps(model, rate), 1, rtol=2e-3)
+
+
+def test_a_loaded_state_is_corrected_as_the_saved_one(tmp_path):
+    model = steady(freeze="stem")
+    model.fit(ONES, 1e6 * ONES, epochs=40, verbose=0)
+    model.freeze = ()
+    model.fit(ONES, 1e6 * ONES, verbose=0)
+    model.save(tmp_path)
+    model.fit(ONES, 1e6 * ONES, epochs=3, verbose=0)
+    expected = model.state.params
+    model.load(tmp_path)
+    np.testing.assert_allclose(first_steps(model), 1, rtol=2e-3)
+    assert model.state.params == expected
+
+
 def test_patterns_that_are_refused_change_nothing(make):
     model = make(freeze=["kernel"])
     with pytest.raises(ValueError, match="'nope' matches no parameter"):

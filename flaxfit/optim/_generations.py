@@ -1,0 +1,172 @@
+"""Generations: the bias correction of parameters that are trained later than the others."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from flaxfit.optim._freeze import is_masked
+from flaxfit.tree._paths import flat, path_of, sections
+from flaxfit.tree._types import Json, OptState, Params, PyTree
+
+_COUNTS = ("count", "t")
+"""The names that optax gives to the number of updates of a moment."""
+
+
+class Generation(NamedTuple):
+    """The parameters that were unfrozen together."""
+
+    paths: frozenset[str]
+    born: tuple[int, ...]
+    """The counts of the optimizer's moments at that time, in the order of its state."""
+
+
+Late = tuple[Generation, ...]
+"""The parameters that are not trained from the first update on."""
+
+
+def update_each(
+    update: Callable[..., tuple[PyTree, OptState]],
+    late: Late,
+    grads: PyTree,
+    state: OptState,
+    params: Params,
+    **extra: Any,
+) -> tuple[PyTree, OptState]:
+    """Calls an update once for each generation, with the counts since its beginning.
+
+    Each parameter gets its updates and moments from the call of its generation. What does not
+    depend on the counts is the same in all calls, and compiled once.
+    """
+    updates, new = update(grads, state, params, **extra)
+    if not late:
+        return updates, new
+    places = {place: path_of(place) for place, _ in jax.tree_util.tree_leaves_with_path(grads)}
+    known = frozenset(places.values())
+
+    def owner(place: jax.tree_util.KeyPath) -> str:
+        return next((places[part] for part in sections(place) if part in places), "")
+
+    for paths, born in late:
+        begun = _with_counts(state, known, born)
+        own_updates, own = update(grads, begun, params, **extra)
+
+        def choose(
+            place: jax.tree_util.KeyPath, old: PyTree, own: PyTree, paths: frozenset[str] = paths
+        ) -> PyTree:
+            return own if owner(place) in paths else old
+
+        updates = jax.tree_util.tree_map_with_path(choose, updates, own_updates)
+        new = jax.tree_util.tree_map_with_path(choose, new, own)
+    return updates, new
+
+
+def late_after(late: Late, old: OptState, new: OptState, params: Params) -> Late:
+    """Returns the generations after a change of what is trained.
+
+    Args:
+      late: those before it.
+      old: the optimizer's state before it.
+      new: its state after it, with the moments and counts that were kept.
+      params: all parameters.
+    """
+    known = frozenset(flat(params))
+    before, now = _with_moments(old, known), _with_moments(new, known)
+    kept = [Generation(each.paths & before & now, each.born) for each in late]
+    born = tuple(map(int, counts(new, known)))
+    fresh = [Generation(now - before, born)] if any(born) else []
+    return fitting((*kept, *fresh), new, params)
+
+
+def fitting(late: Late, opt_state: OptState, params: Params) -> Late:
+    """Returns the generations that began before a state: not those of a run that went on."""
+    if not late:
+        return ()
+    present = [int(count) for count in counts(opt_state, frozenset(flat(params)))]
+    return tuple(
+        each
+        for each in late
+        if each.paths
+        and len(each.born) == len(present)
+        and all(born <= count for born, count in zip(each.born, present, strict=True))
+    )
+
+
+def to_json(late: Late) -> Json:
+    """Describes generations for a file."""
+    return [[sorted(paths), list(born)] for paths, born in late]
+
+
+def from_json(late: Iterable[Any]) -> Late:
+    """Reads what `to_json` returned.
+
+    >>> late = (Generation(frozenset({"stem"}), (500,)),)
+    >>> from_json(to_json(late)) == late
+    True
+    """
+    return tuple(Generation(frozenset(paths), tuple(born)) for paths, born in late)
+
+
+def counts(opt_state: OptState, paths: frozenset[str]) -> list[Any]:
+    """Finds the counts that the moments of parameters are corrected by.
+
+    >>> counts(optax.adam(0.1).init({"w": 1.0}), frozenset({"w"}))
+    [Array(0, dtype=int32)]
+    """
+    return [getattr(node, name) for node, name in _counted(opt_state, paths)]
+
+
+def _with_moments(opt_state: OptState, paths: frozenset[str]) -> frozenset[str]:
+    """The paths of the parameters that have such moments."""
+    nodes = (node for node, _ in _counted(opt_state, paths))
+    return (
+        frozenset(
+            path for node in nodes for each in node._fields for path in flat(getattr(node, each))
+        )
+        & paths
+    )
+
+
+def _with_counts(opt_state: OptState, paths: frozenset[str], born: Sequence[int]) -> OptState:
+    """Returns a state whose counts are those since a generation began."""
+    left = iter(born)
+
+    def visit(node: Any) -> Any:
+        name = _count_of(node, paths)
+        if name is None:
+            return node
+        return node._replace(**{name: getattr(node, name) - next(left)})
+
+    return jax.tree.map(visit, opt_state, is_leaf=lambda node: _count_of(node, paths) is not None)
+
+
+def _counted(opt_state: OptState, paths: frozenset[str]) -> list[tuple[Any, str]]:
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: _count_of(node, paths) is not None)
+    named = [(node, _count_of(node, paths)) for node in nodes]
+    return [(node, name) for node, name in named if name is not None]
+
+
+def _count_of(node: Any, paths: frozenset[str]) -> str | None:
+    """The field with the count of a state of nothing but moments, such as `ScaleByAdamState`.
+
+    A state with other arrays is left alone: its count may be that of a schedule, or a position.
+    """
+    fields = getattr(node, "_fields", ())
+    name = next((name for name in _COUNTS if name in fields), None)
+    if name is None or not _is_count(getattr(node, name)):
+        return None
+    if isinstance(node, optax.contrib.MadgradState):  # Whose rate depends on its count.
+        return None
+    others = [getattr(node, each) for each in fields if each != name]
+    others = [each for each in others if not _is_count(each)]
+    is_known = all(flat(each).keys() <= paths for each in others)
+    # Those of frozen parameters are masked.
+    has_any = any(jax.tree.leaves(each, is_leaf=is_masked) for each in others)
+    return name if is_known and has_any else None
+
+
+def _is_count(leaf: Any) -> bool:
+    is_scalar = getattr(leaf, "shape", None) == ()
+    return is_scalar and jnp.issubdtype(leaf.dtype, jnp.integer)

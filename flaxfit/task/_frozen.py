@@ -1,0 +1,47 @@
+"""What of a task changes when parameters are frozen or unfrozen on the way, and its record."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flaxfit.optim import _extended
+from flaxfit.optim._extended import late_of
+from flaxfit.optim._generations import Late, to_json
+from flaxfit.task._task import TrainTask
+from flaxfit.tree._paths import flat
+from flaxfit.tree._types import Json, Params
+
+
+def with_late(task: TrainTask, late: Late) -> TrainTask:
+    """Returns a task that knows which of its parameters were unfrozen later."""
+    if late == late_of(task.optimizer):
+        return task
+    return dataclasses.replace(task, optimizer=_extended.with_late(task.optimizer, late))
+
+
+def frozen_as(task: TrainTask, other: TrainTask) -> TrainTask:
+    """Returns a task that freezes what another one does."""
+    if task.freeze != other.freeze:
+        task = dataclasses.replace(task, freeze=other.freeze)
+    return with_late(task, late_of(other.optimizer))
+
+
+def frozen_as_saved(task: TrainTask, running: Mapping[str, Any] | None) -> TrainTask:
+    """Returns a task that freezes what was frozen in a saved run, if that is recorded."""
+    if not running or "frozen" not in running:
+        return task
+    return dataclasses.replace(task, freeze=tuple(map(re.escape, running["frozen"])))
+
+
+def frozen_facts(task: TrainTask, params: Callable[[], Params]) -> dict[str, Json]:
+    """What is frozen, and what was unfrozen later, for a file."""
+    frozen = list(_matching(tuple(task.freeze), tuple(flat(params())))) if task.freeze else []
+    late = late_of(task.optimizer)
+    return {"frozen": frozen} | ({"late": to_json(late)} if late else {})
+
+
+@functools.lru_cache(maxsize=8)
+def _matching(patterns: tuple[str, ...], paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(path for path in paths if any(re.fullmatch(each, path) for each in patterns))
