@@ -16,7 +16,7 @@ from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import DataStream
 from flaxfit.display._tracebacks import show_one_line
-from flaxfit.loop._callback_list import as_tuple
+from flaxfit.loop._callback_list import as_tuple, unfreezes
 from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
 from flaxfit.model._export import apply_to_export
@@ -124,13 +124,13 @@ def fit(
                 "there. Resume with a new Model, or use resume='auto' to save into the folder."
             )
         folder = RunFolder(checkpoint_dir, resume)
-        init = folder.reader(init) if is_fresh else init
+        init = folder.reader(init, epochs) if is_fresh else init
     loop = trainer.loop_over(
         init,
         prefetched(stream),
         n_steps=n_steps,
         steps_per_call=steps_per_execution,
-        callbacks=[each for each in users if order_of(each) == "first"],
+        callbacks=[each for each in users if order_of(each) == "first" or unfreezes(each)],
         stdout=bool(verbose),
     )
     found = loop.start if is_fresh else None

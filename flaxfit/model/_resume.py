@@ -1,15 +1,23 @@
 """RunFolder: the folder in which `fit` saves each epoch and finds an interrupted run."""
 
+import dataclasses
 import math
 import os
 import signal
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from flaxfit.callbacks import EarlyStopping, SaveOnSignal
 from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
-from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, latest, list_steps
+from flaxfit.checkpoints import (
+    CheckpointFile,
+    CheckpointFileReader,
+    CheckpointFileWriter,
+    latest,
+    list_steps,
+)
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._starting_point import Init
 from flaxfit.tree._functions import owner_of
@@ -29,6 +37,26 @@ def finish(
     for owner in owners:
         if isinstance(owner, CheckpointFileWriter):
             owner.finish(succeeded=trained and (complete or is_ended) and is_finite)
+
+
+class _RunReader(CheckpointFileReader):
+    """Reads the newest checkpoint of a run, without a position in the data if it is complete.
+
+    Nothing is read of the data then, which may be shorter than it was.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], target: Init, epochs: int):
+        super().__init__(folder, target)
+        self._epochs = epochs
+
+    def read(self, *template: Any, **options: Any) -> CheckpointFile | None:
+        found = super().read(*template, **options)
+        if found is None:
+            return None
+        history = found.history or {}
+        n_done = history.get("initial_epoch", 0) + len(history.get("steps", ()))
+        is_complete = found.stop or n_done >= self._epochs
+        return dataclasses.replace(found, data_state=None) if is_complete else found
 
 
 class RunFolder:
@@ -63,9 +91,9 @@ class RunFolder:
             )
         self._folder = folder
 
-    def reader(self, init: Init) -> CheckpointFileReader:
+    def reader(self, init: Init, epochs: int) -> CheckpointFileReader:
         """Returns the reader of the newest checkpoint; without one, a loop begins with `init`."""
-        return CheckpointFileReader(self._folder, init)
+        return _RunReader(self._folder, init, epochs)
 
     def epochs_left(
         self,

@@ -1,12 +1,14 @@
 """Unfreeze: frozen parameters begin to move when they should, and only then."""
 
 import flax.linen as nn
+import jax
 import numpy as np
 import optax
 import pytest
 
 import flaxfit as ff
 from flaxfit.callbacks import Unfreeze
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
 
 x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 y = x.sum(1, keepdims=True)
@@ -30,9 +32,9 @@ def moves(checkpoints, start):
     return found
 
 
-def make_loop(callbacks, n_steps=5):
+def make_loop(callbacks, n_steps=5, init=module.init):
     task = ff.TrainTask(module.apply, optax.adam(0.01), "mse", [(x, y)] * 9, freeze=FROZEN)
-    return ff.TrainLoop(module.init, task, 0, n_steps=n_steps, callbacks=callbacks, stdout=False)
+    return ff.TrainLoop(init, task, 0, n_steps=n_steps, callbacks=callbacks, stdout=False)
 
 
 @pytest.mark.slow
@@ -60,31 +62,98 @@ def test_a_resumed_run_goes_on_with_what_was_unfrozen_by_then():
     assert moves(loop, loop.state.params) == ["12", "012", "012"]
 
 
-@pytest.mark.slow
-def test_a_fit_that_is_killed_after_the_first_unfreezing_is_resumed(tmp_path):
-    class Killed(Exception):
-        pass
+class Killed(Exception):
+    pass
 
+
+def kill_at(step, *, borrows=False):
     def kill(checkpoint):
-        if checkpoint.step == 8:
+        if checkpoint.step == step:
             raise Killed
 
-    def fit(callbacks):
-        model = ff.Model(module, optax.adam(0.01), "mse", freeze=FROZEN)
-        model.fit(
-            x,
-            y,
-            epochs=3,
-            batch_size=4,
-            callbacks=[Unfreeze({1: ".*"}), *callbacks],
-            checkpoint_dir=tmp_path,
-            verbose=0,
-        )
-        return model
+    kill.borrows = borrows
+    return kill
 
+
+def fit(folder, *callbacks, unfreezes=True, **options):
+    model = ff.Model(module, optax.adam(0.01), "mse", freeze=FROZEN, **options)
+    stages = [Unfreeze({1: "layers_1/.*", 3: ".*"})] if unfreezes else []
+    options = {"epochs": 5, "batch_size": 4, "verbose": 0, "checkpoint_dir": folder}
+    model.fit(x, y, callbacks=[*stages, *callbacks], **options)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "ema": 0.9}], ids=["plain", "more"])
+@pytest.mark.parametrize("step", [4, 8, 12, 16, 20])
+def test_a_fit_that_is_killed_in_any_stage_is_resumed_by_the_same_script(tmp_path, step, options):
+    whole = fit(tmp_path / "whole", **options)
     with pytest.raises(Killed):
-        fit([kill])
-    assert fit([]).step == 12
+        fit(tmp_path / "killed", kill_at(step), **options)
+    resumed = fit(tmp_path / "killed", **options)
+    assert resumed.freeze == whole.freeze == ()
+    jax.tree.map(
+        np.testing.assert_array_equal, resumed.state.replace(key=()), whole.state.replace(key=())
+    )
+    again = fit(tmp_path / "killed", **options)  # It is complete.
+    assert again.step == whole.step
+
+
+class Slower:
+    """Sets the learning rate after each checkpoint."""
+
+    borrows = True
+
+    def attach(self, loop):
+        self.loop = loop
+
+    def __call__(self, checkpoint):
+        self.loop.set_hyperparams(learning_rate=0.1 / checkpoint.step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("borrows", [False, True])
+def test_a_rate_that_is_set_with_the_stage_is_resumed_with_it(tmp_path, borrows):
+    whole = fit(tmp_path / "whole", Slower())
+    with pytest.raises(Killed):
+        fit(tmp_path / "killed", Slower(), kill_at(8, borrows=borrows))
+    resumed = fit(tmp_path / "killed", Slower())
+    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, whole.state.params)
+
+
+@pytest.mark.slow
+def test_a_run_of_another_model_is_told_of_as_such(tmp_path):
+    with pytest.raises(Killed):
+        fit(tmp_path, kill_at(8))
+    other = ff.Model(nn.Dense(1), optax.adam(0.01), "mse", freeze="bias")
+    with pytest.raises(ValueError, match="params/layers_0/bias is on disk, not here"):
+        other.fit(x, y, verbose=0, callbacks=[Unfreeze({1: "bias"})], checkpoint_dir=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_loop_with_a_reader_begins_with_what_was_trained(tmp_path):
+    def loop(n_steps):
+        from_file = CheckpointFileReader(tmp_path, module.init)
+        callbacks = [Unfreeze({2: "layers_1/.*", 4: ".*"}), CheckpointFileWriter(tmp_path)]
+        return make_loop(callbacks, n_steps, init=from_file)
+
+    for n_steps in (3, 5, 7):
+        with loop(n_steps) as first:
+            list(first)
+    whole = make_loop([Unfreeze({2: "layers_1/.*", 4: ".*"})], 7)
+    list(whole)
+    jax.tree.map(np.testing.assert_array_equal, first.state.params, whole.state.params)
+
+
+@pytest.mark.slow
+def test_without_an_unfreeze_another_freeze_is_an_error_that_names_what_was_frozen(tmp_path):
+    fit(tmp_path / "all")
+    with pytest.raises(ValueError, match="Frozen in the saved run: nothing"):
+        fit(tmp_path / "all", unfreezes=False)
+    with pytest.raises(Killed):
+        fit(tmp_path / "some", kill_at(12))
+    with pytest.raises(ValueError, match="Frozen in the saved run: layers_0/bias, layers_0/kernel"):
+        fit(tmp_path / "some", unfreezes=False)
 
 
 @pytest.mark.parametrize("schedule", [{}, {0: ".*"}, {"1": ".*"}, {1: []}, {1: ""}])

@@ -140,6 +140,14 @@ def test_a_finished_call_returns_at_once(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_complete_call_needs_no_data(tmp_path, capsys):
+    train(tmp_path, list(Loader()), epochs=3)
+    model, history = train(tmp_path, list(Loader()), epochs=2, verbose=2)
+    assert model.step == 9
+    assert len(history.steps) == 3
+    assert "this run is complete: 3 epochs are done" in capsys.readouterr().err
+
+
 def test_more_epochs_go_on(tmp_path):
     whole = fingerprint(*train(tmp_path / "whole", epochs=6))
     train(tmp_path / "run", epochs=4)
