@@ -182,9 +182,10 @@ class Persistence(Programs):
         >>> model.load_weights(path)
 
         Args:
-          path: a file of `save_weights`, or any that `flaxfit.importers.load` reads. Names that
-            begin with a collection ("params/...", "batch_stats/...") address all variables; other
-            names address parameters only.
+          path: a file of `save_weights`, a folder of checkpoints, whose newest one is read, or any
+            file that `flaxfit.importers.load` reads. Names that begin with a collection
+            ("params/...", "batch_stats/...") address all variables; other names address parameters
+            only.
           partial: patterns of the paths to load ("encoder/.*"), or NNX filters; the others stay as
             they are.
           translator: a `CheckpointTranslator` from the names of the file to those of the model.

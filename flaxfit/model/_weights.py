@@ -13,6 +13,7 @@ from flax.core import meta
 
 from flaxfit import checkpoints
 from flaxfit.checkpoints._tree import is_key
+from flaxfit.optim._averaged import eval_params
 from flaxfit.optim._freeze import check_matches, merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._paths import flat, path_of
@@ -78,12 +79,7 @@ def open_weights(
 
     if opts and translator is None:
         raise TypeError(f"Without a translator, nothing takes the options {', '.join(opts)}.")
-    if checkpoints.list_steps(path):
-        raise ValueError(
-            f"Cannot load weights from {os.fspath(path)!r}: it holds the checkpoints of a run. "
-            "Call Model.load, or checkpoints.restore(folder, state, partial=...) for some of them."
-        )
-    source = importers.load(path)
+    source = _of_run(path) if checkpoints.list_steps(path) else importers.load(path)
     if translator is None:
         translation = Translation(source, {}, [], [], {})
     else:
@@ -128,6 +124,13 @@ def open_weights(
         return target.replace(params=merged.pop("params"), model_state=merged)
 
     return put, is_plain and partial is None
+
+
+def _of_run(folder: str | os.PathLike[str]) -> dict[str, ArrayLike]:
+    """Returns the weights in the newest checkpoint of a run, as `save_weights` would save them."""
+    state = checkpoints.restore(folder)
+    variables = state.replace(params=eval_params(state)).variables
+    return {name: leaf for name, leaf in flat(variables).items() if not is_key(leaf)}
 
 
 def state_alone(path: str | os.PathLike[str], seed: int) -> TrainState | None:

@@ -486,12 +486,27 @@ def test_a_new_head_is_told_of_partial(parts):
         model.predict(ONE)
 
 
-def test_a_folder_of_checkpoints_is_no_file_of_weights(tmp_path):
-    model = pair()
-    model.fit(ONE, TWO, verbose=0)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"ema": 0.5}, {"freeze": "a/.*"}])
+def test_a_folder_of_checkpoints_gives_its_weights_to_another_optimizer(tmp_path, options):
+    model = ff.Model(Pair(), optax.adam(0.1), "mse", **options)
+    model.fit(ONE, TWO, epochs=2, verbose=0)
     model.save(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"holds the checkpoints of a run. Call Model\.load"):
-        pair().load_weights(tmp_path / "run")
+    other = ff.Model(Pair(), optax.sgd(0.0), "mse")
+    other.load(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"Model\.load_weights\(folder\) takes its weights alone"):
+        other.fit(ONE, TWO, verbose=0)
+    other = ff.Model(Pair(), optax.sgd(0.0), "mse")
+    other.load_weights(tmp_path / "run")
+    other.fit(ONE, TWO, verbose=0)
+    expected = model.trained().variables["params"]
+    jax.tree.map(np.testing.assert_array_equal, other.state.params, expected)
+    part = pair(seed=1)
+    part.load_weights(tmp_path / "run", partial="a/.*")
+    part.fit(ONE, TWO, verbose=0)
+    found = part.state.params
+    jax.tree.map(np.testing.assert_array_equal, found["a"], expected["a"])
+    assert np.any(found["b"]["kernel"] != expected["b"]["kernel"])
 
 
 def test_a_folder_that_cannot_be_made_is_told_of(tmp_path):
