@@ -71,7 +71,7 @@ def kill_at(step, *, borrows=False):
         if checkpoint.step == step:
             raise Killed
 
-    kill.borrows = borrows
+    vars(kill)["borrows"] = borrows
     return kill
 
 
