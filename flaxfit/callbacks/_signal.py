@@ -80,7 +80,8 @@ class SaveOnSignal:
         self._arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._received: int | None = None
-        self._is_done = self._is_saved = False
+        self._is_done = False
+        self._saved: list[int] = []
 
     def attach(self, loop: Loop) -> None:
         """Starts to listen for signals, which are acted on after each dispatch."""
@@ -129,11 +130,12 @@ class SaveOnSignal:
     def _begin_deadline(self) -> None:
         # A signal handler may use this queue at any moment: it takes no lock.
         self._arrived = queue.SimpleQueue()
-        self._ended = threading.Event()
+        self._ended, self._saved = threading.Event(), []
         arguments = (
             self._arrived,
             self._grace_seconds,
             weakref.WeakMethod(self._why_nothing_is_lost),
+            self._saved,  # The program may outlive this object and its loop.
         )
         threading.Thread(
             target=_limit, args=arguments, daemon=True, name="flaxfit-deadline"
@@ -165,7 +167,7 @@ class SaveOnSignal:
         step = self._save(loop)
         if step is None:
             return  # After the next step.
-        if not self._is_saved:
+        if not self._saved:
             what = f"step {step:,} could not be saved, earlier checkpoints are good"
             self._end(ExitCode.UNSAVED, what)
         self._end(ExitCode.PREEMPTED, f"step {step:,} is saved")
@@ -191,13 +193,16 @@ class SaveOnSignal:
                 except Exception as error:
                     say(str(error))
         saved = {getattr(writer, "last_saved", checkpoint.step) for writer in writers}
-        self._is_saved = saved == {checkpoint.step}
+        self._saved[:] = [checkpoint.step] if saved == {checkpoint.step} else []
         self._is_done = True
         return checkpoint.step
 
     def _why_nothing_is_lost(self) -> str | None:
         """The reason why all completed steps are on disk; None if some are not."""
         loop = self._loop()
+        # After the save `restore` may have changed the revision: of the best weights, for one.
+        if self._saved and (loop is None or loop.step == self._saved[0]):
+            return _in_words(self._saved)
         if loop is None:
             return None
         is_where_it_began = loop.step == (0 if loop.start is None else loop.start.step)
@@ -225,7 +230,7 @@ class SaveOnSignal:
                 self._save_and_end(loop)
             elif error is not None and self._on_exception:
                 step = self._save(loop)
-                if step is not None and self._is_saved:
+                if step is not None and self._saved:
                     say(f"{type(error).__name__}: step {step:,} is saved")
         finally:
             self._stop_listening()
@@ -253,8 +258,9 @@ def _limit(
     arrived: queue.SimpleQueue[str | None],
     seconds: float | None,
     why_nothing_is_lost: Callable[[], Callable[[], str | None] | None],
+    saved: Sequence[int],
 ) -> None:
-    """Ends the process some time after a signal has arrived."""
+    """Ends the process some time after a signal has arrived, even if the step was `saved` then."""
     name = arrived.get()
     if name is None or seconds is None:
         return
@@ -262,7 +268,11 @@ def _limit(
         arrived.get(timeout=seconds)
     except queue.Empty:
         ask = why_nothing_is_lost()
-        if ask is not None and (why := ask()) is not None:
+        if (why := _in_words(saved) if ask is None else ask()) is not None:
             end_with_stacks(ExitCode.PREEMPTED, f"{name} arrived {seconds:g} s ago; {why}")
         reason = f"{name} arrived {seconds:g} s ago, and no step and no save was completed since"
         end_with_stacks(ExitCode.UNSAVED, reason)
+
+
+def _in_words(saved: Sequence[int]) -> str | None:
+    return f"step {saved[0]:,} is saved" if saved else None

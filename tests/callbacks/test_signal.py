@@ -322,6 +322,21 @@ def test_what_is_on_disk_already_is_known_while_the_loop_is_held(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before  # Though it was attached twice.
 
 
+def test_what_was_saved_at_a_signal_stays_saved_when_the_best_weights_are_restored(tmp_path):
+    save = guard()
+    loop = make_loop(None, [save, CheckpointFileWriter(tmp_path)])
+    first = next(loop)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        next(loop)
+    loop.restore(loop.state.replace(params=first.state.params))
+    assert save._why_nothing_is_lost() == "step 2 is saved"
+    save._received = None
+    next(loop)
+    assert save._why_nothing_is_lost() is None
+    loop.close()
+
+
 def test_a_step_is_not_said_to_be_saved_whose_numbers_are_others(tmp_path):
     save, writer = guard(), CheckpointFileWriter(tmp_path)
     loop = make_loop(None, [save, writer])

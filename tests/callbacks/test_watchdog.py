@@ -39,11 +39,11 @@ def batches():
     for i in range(100):
         if i == 0 and case in ("first", "validation"):
             wait_for_the_file_server()
-        if i == (0 if case == "resumed" else 5) and case != "signal":
+        if i == (0 if case == "resumed" else 5) and case not in ("signal", "cleanup"):
             if case in ("deadline", "resumed"):
                 os.kill(os.getpid(), signal.SIGTERM)
             wait_for_the_file_server()
-        if i == 5 and case == "signal":
+        if i == 5 and case in ("signal", "cleanup"):
             os.kill(os.getpid(), signal.SIGTERM)
         yield x, x
 
@@ -55,6 +55,7 @@ callbacks = {
     "deadline": [SaveOnSignal(grace_seconds=1.0), CheckpointFileWriter(folder)],
     "resumed": [SaveOnSignal(grace_seconds=1.0), CheckpointFileWriter(folder)],
     "signal": [SaveOnSignal(), CheckpointFileWriter(folder)],
+    "cleanup": [SaveOnSignal(grace_seconds=1.0), CheckpointFileWriter(folder)],
 }[case]
 if case in ("first", "validation"):
     init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
@@ -71,8 +72,15 @@ init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
 if case == "resumed":
     save(folder, ff.init_state(init, task.optimizer, 0, (x,)).replace_step(7))
     init = CheckpointFileReader(folder, init)
-for checkpoint in ff.TrainLoop(init, task, 0, x, 3, callbacks=callbacks):
-    pass
+try:
+    for checkpoint in ff.TrainLoop(init, task, 0, x, 3, callbacks=callbacks):
+        pass
+except SystemExit:
+    if case != "cleanup":
+        raise
+    del callbacks, checkpoint
+if case == "cleanup":  # That of the program, after the loop is gone.
+    forever.wait()
 """
 CODES = {
     "hang": ExitCode.HUNG,
@@ -82,6 +90,7 @@ CODES = {
     "deadline": ExitCode.UNSAVED,
     "resumed": ExitCode.PREEMPTED,
     "signal": ExitCode.PREEMPTED,
+    "cleanup": ExitCode.PREEMPTED,
 }
 
 
@@ -118,6 +127,7 @@ def test_the_hung_line_of_a_data_loader_is_named(ended, case):
 def test_what_is_said_of_a_signal(ended):
     assert "received SIGTERM: step 6 is saved; the process ends with code 85" in ended["signal"][0]
     assert "SIGTERM arrived 1 s ago" in ended["deadline"][0]
+    assert "arrived 1 s ago; step 6 is saved" in ended["cleanup"][0]
     assert "arrived 1 s ago; no step was completed since step 7" in ended["resumed"][0]
     assert "step 6 has not ended for 1." in ended["hang"][0]
 
