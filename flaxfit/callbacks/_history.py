@@ -52,6 +52,8 @@ class History(Mapping[str, list[float]]):
         initial_epoch: int = 0,
     ) -> None:
         self.name, self.unit, self.facts, self.initial_epoch = name, unit, facts, initial_epoch
+        self.first_step: int | None = None
+        """The step at which the call of `fit` began; None: it is the history of a loop."""
         self.steps: list[int] = []
         """The step of each checkpoint."""
         self.n_steps = 0
@@ -212,6 +214,7 @@ class History(Mapping[str, list[float]]):
             for name, values in self._values.items()
         }
         return {
+            "first_step": self.first_step,
             "steps": list(self.steps),
             "values": values,
             "n_steps": self.n_steps,
@@ -222,6 +225,7 @@ class History(Mapping[str, list[float]]):
         }
 
     def set_state(self, state: Mapping[str, Json]) -> None:
+        self.first_step = state.get("first_step")
         self.steps = [int(step) for step in state["steps"]]
         self._values = {
             name: [float(value) for value in values] for name, values in state["values"].items()

@@ -221,6 +221,7 @@ class EarlyStopping:
             "n_waited": self._n_waited,
             "n_seen": self._n_seen,
             "best_seen": self._best_seen,
+            "endings": self.endings,
         }
 
     def set_state(self, state: Mapping[str, Json]) -> None:

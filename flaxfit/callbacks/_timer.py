@@ -72,10 +72,11 @@ class Timer:
         return [f"the budget of {' or '.join(parts)} is used up"]
 
     def get_state(self) -> dict[str, Json]:
-        return self._used_at(self._first_step if self._loop is None else self._loop.step)
+        used = self._used_at(self._first_step if self._loop is None else self._loop.step)
+        return {**used, "endings": self.endings}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        self._used = dict(state)
+        self._used = {name: state[name] for name in self._budget}
 
     def _watch(self, step: int) -> None:
         if self._loop is not None and self._is_over(step):

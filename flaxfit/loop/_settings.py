@@ -199,6 +199,7 @@ class Settings(RunState):
         self._stepper.set_data(data)
         self._forget_delivery()
         self._reset()
+        self._last = None  # Its position and batch size are those of the data before.
         self.stopped = self._is_finishing = self._is_at_start = False
 
     @property

@@ -129,13 +129,23 @@ class TrainLoop(Checkpointing):
         self._warn_of_loss = LossWarning(self.say)
         self._watch = Stopwatch()
 
+        CallbackList(callbacks).attach_first(self)
+        self._begin(init, rnkey, input_sample)
+        self.callbacks = callbacks
+
+    def _begin(self, init: Any, rnkey: Any = None, input_sample: Any = None) -> None:
+        """Begins with a new state, a given one, or that of a reader; callbacks are set afterwards.
+
+        The arguments are those of the loop.
+        """
+        task, strategy = self.task, self.strategy
+
         def sample() -> PyTree:
             with self.in_phase("training"):
                 loader, batch = self._stepper.loader, task.roles.inputs_of((input_sample,))
                 batch = loader.first_batch() if input_sample is None else batch
             return normalize(batch, is_whole=task.keeps_whole).inputs
 
-        CallbackList(callbacks).attach_first(self)
         with eagerly(strategy), without_mesh():
             state, self.start, is_own, present = start(
                 init,
@@ -157,7 +167,6 @@ class TrainLoop(Checkpointing):
         self._last = as_checkpoint(self.start)
         self._is_at_start = True
         self.stopped = self._last is not None and self._last.stop
-        self.callbacks = callbacks
 
     # Driving the loop: each is a choice of where to train to.
 

@@ -115,25 +115,23 @@ def fit(
     is_unknown = bool(verbose and steps_per_epoch) and known_length(stream) is None
     first_epoch_of_data = trainer.n_epochs
     users = as_tuple(callbacks)
-    # What `load` has read is the start of this model, not of an interrupted call.
-    is_fresh, init, folder = trainer.is_fresh, trainer.starting_point.init, None
+    history.first_step, folder, saved = trainer.step, None, None
     if checkpoint_dir is not None:
-        if resume is True and not is_fresh:
-            raise ValueError(
-                "resume=True, but this model has been trained or loaded already, and goes on from "
-                "there. Resume with a new Model, or use resume='auto' to save into the folder."
-            )
-        folder = RunFolder(checkpoint_dir, resume)
-        init = folder.reader(init, epochs) if is_fresh else init
+        is_fresh, done = trainer.is_fresh, trainer.calls_done
+        folder = RunFolder(
+            checkpoint_dir, resume, trainer.step, epochs=epochs, is_fresh=is_fresh, done=done
+        )
+        saved = folder.reader
     loop = trainer.loop_over(
-        init,
+        saved,
         prefetched(stream),
         n_steps=n_steps,
         steps_per_call=steps_per_execution,
         callbacks=[each for each in users if order_of(each) == "first" or unfreezes(each)],
         stdout=bool(verbose),
     )
-    found = loop.start if is_fresh else None
+    # What `load` has read is the start of this model, not of an interrupted call.
+    found = None if saved is None else loop.start
     evaluator.attach(loop)
     if validation is not None:
         validation.attach_to(loop)
@@ -162,6 +160,8 @@ def fit(
         # Without a length, a pass that was cut short is not distinguishable from a whole one.
         is_complete = not loop.stopped if end is None else loop.step >= end
         finish(every, history, trained=loop.step > first_step, complete=is_complete)
+        if folder is not None:
+            trainer.calls_done.add(folder.place)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(trainer.instance.fitting(is_watched=bool(users)))
@@ -174,7 +174,7 @@ def fit(
         loop.epoch_number = lambda: history.n_epochs
         loop.fit_steps = n_steps and n_left * n_steps
         if folder is not None and found is not None:
-            trainer.n_epochs = history.n_epochs
+            trainer.n_epochs = first_epoch_of_data + len(history.steps)
             if bar is not None:
                 bar.recall(history)
             n_left = folder.epochs_left(loop, history, epochs, initial_epoch, n_steps)

@@ -200,20 +200,20 @@ class Model(Examination, AnswersOtherNames):
           checkpoint_dir: a folder to save each epoch in, with the history, the position in the data
             and the states of callbacks. Or a `CheckpointFileWriter`, to choose what is kept
             (`keep`, `monitor`) and whether a failed save ends the run (`on_error`).
-          resume: "auto": a model that has not been trained or loaded resumes from the newest
-            checkpoint in that folder, up to `epochs` in total; if they are done, it returns at
-            once. True: raise if there is nothing to resume. False: raise if the folder is not
-            empty.
+          resume: "auto": resume from the newest checkpoint in that folder of a call of `fit` that
+            began at the present step (0, or that after an earlier `fit` or `load`), up to `epochs`
+            in total; if they are done, return at once. Give each call of a script its own folder.
+            True: raise if there is nothing to resume. False: raise if the folder is not empty.
 
         Returns:
           The `History`: the metrics of each epoch, including those before a resume.
 
         Raises:
           ValueError: the data is inconsistent, does not match the loss or a checkpoint, or ends too
-            early; `batch_size` or `shuffle` was given for batches; or validation options were
-            given without validation data.
+            early; `batch_size` or `shuffle` was given for batches; validation options were given
+            without validation data; or the folder holds only checkpoints of later calls.
           TypeError: the data is not numeric, or targets or a loss are missing.
-          FileNotFoundError: `resume=True`, and the folder holds no checkpoint.
+          FileNotFoundError: `resume=True`, and there is nothing to resume.
         """
         check_arguments(
             verbose,

@@ -1,25 +1,18 @@
 """RunFolder: the folder in which `fit` saves each epoch and finds an interrupted run."""
 
-import dataclasses
 import math
 import os
 import signal
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
+from flaxfit import display
 from flaxfit.callbacks import EarlyStopping, SaveOnSignal
 from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
-from flaxfit.checkpoints import (
-    CheckpointFile,
-    CheckpointFileReader,
-    CheckpointFileWriter,
-    latest,
-    list_steps,
-)
+from flaxfit.checkpoints import CheckpointFileWriter, list_steps
+from flaxfit.checkpoints._call_reader import CallReader
 from flaxfit.loop._train_loop import TrainLoop
-from flaxfit.model._starting_point import Init
 from flaxfit.tree._functions import owner_of
 
 
@@ -39,61 +32,79 @@ def finish(
             owner.finish(succeeded=trained and (complete or is_ended) and is_finite)
 
 
-class _RunReader(CheckpointFileReader):
-    """Reads the newest checkpoint of a run, without a position in the data if it is complete.
-
-    Nothing is read of the data then, which may be shorter than it was.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], target: Init, epochs: int):
-        super().__init__(folder, target)
-        self._epochs = epochs
-
-    def read(self, *template: Any, **options: Any) -> CheckpointFile | None:
-        found = super().read(*template, **options)
-        if found is None:
-            return None
-        history = found.history or {}
-        n_done = history.get("initial_epoch", 0) + len(history.get("steps", ()))
-        is_complete = found.stop or n_done >= self._epochs
-        return dataclasses.replace(found, data_state=None) if is_complete else found
-
-
 class RunFolder:
-    """The folder of a run, or the writer that saves into it, checked against `resume` of `fit`."""
+    """The folder of a run, or the writer that saves into it, checked against `resume` of `fit`.
+
+    Args:
+      folder: the folder or the writer.
+      resume: as in `fit`.
+      step: the step of the model.
+      epochs: as in `fit`.
+      is_fresh: whether the model has not been trained or loaded.
+      done: the `place`s of the earlier calls of `fit` on this model.
+    """
 
     def __init__(
         self,
         folder: str | os.PathLike[str] | CheckpointFileWriter,
         resume: bool | str = "auto",
+        step: int = 0,
+        *,
+        epochs: int | None = None,
+        is_fresh: bool = True,
+        done: Collection[tuple[str, int]] = (),
     ):
         if resume not in ("auto", True, False):
             raise ValueError(f"resume must be 'auto', True or False, got {resume!r}.")
         # First of all: a writer completes a replacement that a killed process has begun.
         is_writer = isinstance(folder, CheckpointFileWriter)
         self.writer = folder if is_writer else CheckpointFileWriter(folder)
-        folder = self.writer.output_dir
-        found = latest(folder)
-        if resume is True and found is None:
-            raise FileNotFoundError(
-                f"resume=True, but {os.fspath(folder)!r} holds no checkpoint. Use resume='auto' "
-                "to start from scratch when there is none."
+        self._folder = folder = self.writer.output_dir
+        self.place = os.path.realpath(folder), step
+        """The folder, links resolved, and the step of the model."""
+        if resume is False:
+            self._check_empty()
+        reader = CallReader(folder, step, epochs=epochs, is_fresh=is_fresh)
+        found = reader.newest()
+        if found is None and is_fresh and (others := reader.others()):
+            raise ValueError(
+                f"Cannot resume in {os.fspath(folder)!r}: this model is at step {step:,}, and the "
+                "checkpoints there are of calls of fit that began at step "
+                f"{', '.join(map(str, others))}. Run the earlier calls first, with a folder of "
+                f"their own; or call model.load({os.fspath(folder)!r}), to continue from the "
+                "newest checkpoint."
             )
-        if resume is False and found is not None:
+        # Damage is reported by the reader.
+        is_empty = not is_fresh or not list_steps(folder)
+        if found is None and resume is True and is_empty:
+            what = "no checkpoint"
+            if not is_fresh:
+                what += f" of a call of fit that began at step {step:,}, where the model is"
+            raise FileNotFoundError(
+                f"resume=True, but {os.fspath(folder)!r} holds {what}. Use resume='auto' to "
+                f"{'start from scratch' if is_fresh else 'train on'} when there is none."
+            )
+        if found is not None and self.place in done:
+            raise ValueError(
+                f"Cannot train in {os.fspath(folder)!r} again from step {step:,}: an earlier call "
+                "of fit on this model began at the same step and saved there, so that a restart "
+                "could not tell the two apart. Use another folder."
+            )
+        self.reader = reader if is_fresh or found is not None else None
+        """Reads the checkpoint to resume from; None if a trained model begins a call."""
+
+    def _check_empty(self) -> None:
+        folder = self._folder
+        if steps := list_steps(folder):
             raise ValueError(
                 f"resume=False, and {os.fspath(folder)!r} holds the checkpoints of steps "
-                f"{list_steps(folder)}. Use another folder, or resume='auto' to continue from them."
+                f"{steps}. Use another folder, or resume='auto' to continue from them."
             )
-        if resume is False and (names := sorted(entry.name for entry in folder.iterdir())):
+        if names := sorted(entry.name for entry in folder.iterdir()):
             raise ValueError(
                 f"resume=False, and {os.fspath(folder)!r} is not empty: it holds "
                 f"{', '.join(names[:5])}. Use another folder."
             )
-        self._folder = folder
-
-    def reader(self, init: Init, epochs: int) -> CheckpointFileReader:
-        """Returns the reader of the newest checkpoint; without one, a loop begins with `init`."""
-        return _RunReader(self._folder, init, epochs)
 
     def epochs_left(
         self,
@@ -124,10 +135,27 @@ class RunFolder:
                 f"{n_done} epochs took {history.n_steps} steps. Give the same steps_per_epoch, "
                 "data and batch_size, or another folder."
             )
-        if loop.stopped or history.n_epochs >= epochs:
+        if history.n_epochs >= epochs:
             loop.say(f"this run is complete: {history.n_epochs} epochs are done")
             return 0
+        if loop.stopped:
+            # Even with verbose=0: less is trained than was asked for.
+            display.say(self._why_stopped(loop, history.n_epochs, epochs))
+            return 0
         return epochs - history.n_epochs
+
+    def _why_stopped(self, loop: TrainLoop, n_done: int, epochs: int) -> str:
+        """Says by what a run was ended, as far as its callbacks have saved that, and what to do."""
+        states = loop.start.callback_states.values()
+        reasons = [
+            line for each in states if isinstance(each, dict) for line in each.get("endings", ())
+        ]
+        return (
+            f"this run is complete: a callback ended it after {n_done} of {epochs} epochs"
+            f"{''.join(f', as {line}' for line in reasons)}. To train on, call model.load("
+            f"{os.fspath(self._folder)!r}) and fit(initial_epoch={n_done}, epochs={epochs}) with "
+            "another folder"
+        )
 
     def guards(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Returns a `SaveOnSignal`, unless a callback or the program handles SIGTERM itself."""

@@ -10,6 +10,7 @@ from flaxfit import checkpoints
 from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
+from flaxfit.checkpoints._call_reader import CallReader
 from flaxfit.checkpoints._reader import nothing_in
 from flaxfit.data import DataStream, as_stream, one_pass
 from flaxfit.data._batch import Batch, normalize
@@ -57,6 +58,8 @@ class Trainer:
         """The history of the latest `fit`, also when it was interrupted."""
         self.n_epochs = 0
         """The number of epochs trained."""
+        self.calls_done: set[tuple[str, int]] = set()
+        """The folders of calls of `fit` that were not interrupted, and where these began."""
         self.trainable = True
         """Whether the model may be trained; `freeze` says which of its parameters are."""
         self.lacks: list[str] = []
@@ -226,7 +229,7 @@ class Trainer:
 
     def loop_over(
         self,
-        init: Init,
+        saved: CallReader | None,
         data: DataStream,
         *,
         n_steps: int | None,
@@ -236,16 +239,21 @@ class Trainer:
     ) -> TrainLoop:
         """Returns the loop over this data, with a checkpoint after each epoch of `n_steps`.
 
-        The callbacks are attached before the first batch is fetched. `init` and `stdout` matter
-        only to the first loop.
+        It continues from the checkpoint that `saved` reads, if that is given. The callbacks are
+        attached before the first batch is fetched. `stdout` matters only to the first loop.
         """
-        n_done = 0
+        init = self.starting_point.init
+        if saved is not None:
+            # Of a trained model only the shapes are needed: there is a checkpoint.
+            saved.target = init if self.is_fresh else self.starting_point.fresh
         if self.loop is None:
-            self.loop = self._start_loop(init, data, callbacks=callbacks, stdout=stdout)
-            n_done = self.loop.n_completed_steps  # Of an epoch that was not finished.
+            self.loop = self._start_loop(saved or init, data, callbacks=callbacks, stdout=stdout)
         else:
             self.loop.data = data
             CallbackList(callbacks).attach_first(self.loop)
+            if saved is not None:
+                self.loop._begin(saved)
+        n_done = self.loop.n_completed_steps  # Of an epoch that was not finished.
         self.loop.steps_per_call = steps_per_call
         self.loop.n_steps_per_checkpoint = n_steps or ENDLESS
         self.loop.first_checkpoint = self.loop.step - n_done + (n_steps or ENDLESS)
@@ -305,6 +313,7 @@ class Trainer:
         task, seed = dataclasses.replace(self.task, data=data), self.starting_point.seed
         options["compilation_cache"] = None  # The model has set it.
         loop = TrainLoop(init, task, seed, strategy=self.strategy, **options)
-        if not self.is_fresh:  # Else `init` may be a checkpoint, which has its own.
+        # A checkpoint from which it resumes may have its own.
+        if not self.is_fresh and not getattr(loop.start, "companions", None):
             loop._companions.restore(self._companions.variables)
         return loop

@@ -39,6 +39,16 @@ def test_a_notebook_shows_where_a_loop_is_and_which_steps_yield_checkpoints():
     assert page.findtext("details/summary") == "params: 4 numbers in 2 arrays"
 
 
+def test_a_snapshot_on_new_data_has_nothing_of_the_data_before():
+    loop = make_loop(ff.DataParallel(jax.devices()[:1]))
+    loop.next_checkpoint()
+    loop.data = ff.ArrayStream(X[:4], X[:4, :1], batch_size=4)
+    snapshot = loop.snapshot()
+    assert snapshot.step == 1 and snapshot.n_completed_steps == 0
+    assert snapshot.data_state == loop.data.get_state()
+    assert snapshot.running == {"batch_size": 0}
+
+
 def test_the_repr_of_a_loop_is_one_line_without_data_or_weights():
     strategy = ff.DataParallel(jax.devices()[:1])
     loop = make_loop(strategy)

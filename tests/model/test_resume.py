@@ -15,7 +15,8 @@ from loops import waves
 from marks import thorough, usual
 
 import flaxfit as ff
-from flaxfit.callbacks import EarlyStopping, StopOnNaN, Timer, every
+from flaxfit.callbacks import EarlyStopping, SaveOnSignal, StopOnNaN, Timer, every
+from flaxfit.callbacks._history import History
 from flaxfit.checkpoints import CheckpointFileWriter, latest, list_steps
 
 rng = np.random.default_rng(0)
@@ -170,15 +171,160 @@ def test_what_callbacks_remember_survives(tmp_path):
 
 @pytest.mark.slow
 def test_a_later_fit_of_the_same_model_saves_on(tmp_path):
-    model, _ = train(tmp_path, epochs=2)
-    history = model.fit(X, Y, batch_size=16, epochs=1, verbose=0, checkpoint_dir=tmp_path)
-    assert history.steps == [12] and list_steps(tmp_path)[-1] == 12
-    for resume, message in {
-        True: "trained or loaded already",
-        False: "holds the checkpoints",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            model.fit(X, Y, verbose=0, checkpoint_dir=tmp_path, resume=resume)
+    ended = []
+    for _ in "started", "restarted":
+        model, first = train(tmp_path, epochs=2)
+        history = model.fit(X, Y, batch_size=16, epochs=1, verbose=0, checkpoint_dir=tmp_path)
+        assert history.steps == [12] and list_steps(tmp_path) == [8, 12]
+        ended.append((fingerprint(model, history), dict(first)))
+    assert ended[0] == ended[1] and not programs_of(loop_of_model(model))
+    with pytest.raises(FileNotFoundError, match="no checkpoint of a call of fit that began at ste"):
+        model.fit(X, Y, verbose=0, checkpoint_dir=tmp_path, resume=True)
+    with pytest.raises(ValueError, match="holds the checkpoints"):
+        model.fit(X, Y, verbose=0, checkpoint_dir=tmp_path, resume=False)
+
+
+def stopping():
+    return EarlyStopping("mae", mode="max", patience=1)
+
+
+def lower_rate(model, folder):
+    model.compile(ff.optim.OptimizerDef(optax.adam, learning_rate=1e-3), "mae")
+
+
+def freeze(model, folder):
+    model.freeze = [".*/bias"]
+
+
+def load(model, folder):
+    model = network()
+    model.load(folder)
+    return model
+
+
+STAGES = {
+    "the same model": lambda model, folder: None,
+    "another optimizer": lower_rate,
+    "frozen parameters": freeze,
+    "a loaded model": load,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("between", usual("the same model", "a loaded model", of=STAGES))
+def test_a_killed_script_of_two_calls_ends_as_the_whole_one(tmp_path, between, capfd):
+    def script(folder, *callbacks):
+        """The first call ends early, with its best weights; the second has other data."""
+        given, first = [stopping(), *callbacks], folder / "first"
+        model, history = train(first, callbacks=given, make=network)
+        model = STAGES[between](model, first) or model
+        x, y, size = X[:36], Y[:36], {"batch_size": 12, "epochs": 4, "verbose": 0}
+        later = model.fit(x, y, callbacks=callbacks, checkpoint_dir=folder / "later", **size)
+        return fingerprint(model, history), fingerprint(model, later)
+
+    whole = script(tmp_path / "whole")
+    folder, first = tmp_path / "run", whole[0][1][-1]
+    for step in 4, first + 6, first + 9:
+        with pytest.raises(Interruption):
+            script(folder, interrupt_at(step))
+    assert list_steps(folder / "later") == [first + 3, first + 6]
+    assert script(folder) == whole == script(folder)
+    assert not any("superseded" in entry.name for entry in (folder / "later").iterdir())
+    assert "a callback ended it after" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_is_saved_before_the_first_step_of_a_second_call_is_of_that_call(tmp_path):
+    def script(folder, *callbacks):
+        model, history = train(folder / "first", epochs=2)
+        size = {"batch_size": 10, "epochs": 2, "verbose": 0}
+        later = model.fit(
+            X[:30], Y[:30], callbacks=callbacks, checkpoint_dir=folder / "later", **size
+        )
+        return fingerprint(model, history), fingerprint(model, later)
+
+    def fail(checkpoint):
+        raise Interruption
+
+    fail.attach = lambda loop: loop.starters.append(fail)
+    whole = script(tmp_path / "whole")
+    with pytest.raises(Interruption):
+        script(tmp_path / "run", SaveOnSignal(grace_seconds=None, on_exception=True), fail)
+    assert list_steps(tmp_path / "run" / "later") == [8]
+    assert script(tmp_path / "run") == whole
+
+
+@pytest.mark.slow
+def test_calls_that_share_a_folder_are_told_apart_or_refused(tmp_path):
+    def script(callback=None, keep=2):
+        writer = CheckpointFileWriter(tmp_path, keep=keep)
+        model, first = train(writer, epochs=1)
+        later = model.fit(
+            X, Y, epochs=3, batch_size=16, verbose=0, callbacks=callback, checkpoint_dir=writer
+        )
+        return first.steps, later.steps
+
+    with pytest.raises(Interruption):
+        script(interrupt_at(12), keep=3)
+    assert list_steps(tmp_path) == [4, 8] and script(keep=3) == ([4], [8, 12, 16])
+    with pytest.raises(ValueError, match=r"began at step 4\. Run the earlier calls first"):
+        script()
+    model = layer()
+    model.load(tmp_path, which=8)
+    with pytest.raises(FileNotFoundError, match="that began at step 8, where the model is"):
+        model.fit(X, Y, verbose=0, checkpoint_dir=tmp_path, resume=True)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_set_back_does_not_resume_its_own_call(tmp_path):
+    model, _ = train(tmp_path, epochs=1)
+    start = model.state.replace(step=np.int32(0))
+    with pytest.raises(Interruption):
+        model.state = start
+        train_on = {"batch_size": 16, "epochs": 2, "verbose": 0}
+        folder = tmp_path / "other"
+        model.fit(X, Y, checkpoint_dir=folder, callbacks=interrupt_at(8), **train_on)
+    model.state = start
+    assert model.fit(X, Y, checkpoint_dir=folder, **train_on).steps == [4, 8]
+    model.state = start
+    with pytest.raises(ValueError, match="again from step 0: an earlier call of fit on this model"):
+        model.fit(X, Y, checkpoint_dir=folder, **train_on)
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_say_where_it_began_is_that_of_a_fresh_model(tmp_path, monkeypatch):
+    get_state = History.get_state
+
+    def old(history):
+        return {n: value for n, value in get_state(history).items() if n != "first_step"}
+
+    monkeypatch.setattr(History, "get_state", old)
+    train(tmp_path, epochs=1)
+    monkeypatch.undo()
+    for epochs in 2, 3:
+        assert train(tmp_path, epochs=epochs)[0].step == 4 * epochs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Timer(n_steps=6), ", as the budget of 6 steps is used up."),
+        thorough(lambda: lambda checkpoint: checkpoint.replace(stop=checkpoint.epoch == 1), "."),
+    ],
+    ids=["Timer", "function"],
+)
+def test_a_run_that_a_callback_ended_says_so_and_how_to_train_on(tmp_path, capfd, make, reason):
+    train(tmp_path / "run", callbacks=[make()])
+    assert train(tmp_path / "run")[1].n_epochs == 2
+    words = " ".join(capfd.readouterr().err.split())
+    assert f"a callback ended it after 2 of 5 epochs{reason} To train on, call model.load" in words
+    model = layer()
+    model.load(tmp_path / "run")
+    history = model.fit(
+        X, Y, epochs=5, initial_epoch=2, checkpoint_dir=tmp_path / "other", verbose=0, batch_size=16
+    )
+    assert history.epoch == [2, 3, 4]
 
 
 @pytest.mark.slow
