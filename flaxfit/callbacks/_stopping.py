@@ -221,7 +221,7 @@ class EarlyStopping:
             "n_waited": self._n_waited,
             "n_seen": self._n_seen,
             "best_seen": self._best_seen,
-            "endings": self.endings,
+            "endings": list(self.endings),
         }
 
     def set_state(self, state: Mapping[str, Json]) -> None:
@@ -230,6 +230,7 @@ class EarlyStopping:
         self.best_step = state["best_step"]
         self._n_waited, self._n_seen = state["n_waited"], state.get("n_seen", self._start_from)
         self._best_seen = state.get("best_seen", 0)
+        self.endings = list(state.get("endings", ()))
         self._monitor.was_seen |= self.best_step is not None
         self._is_closed = False
         if self.restore_best:

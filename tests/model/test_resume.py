@@ -233,6 +233,16 @@ def test_a_killed_script_of_two_calls_ends_as_the_whole_one(tmp_path, between, c
     assert "a callback ended it after" in capfd.readouterr().err
 
 
+class Failing:
+    """Raises before the first step."""
+
+    def attach(self, loop):
+        loop.starters.append(self)
+
+    def __call__(self, checkpoint):
+        raise Interruption
+
+
 @pytest.mark.slow
 def test_what_is_saved_before_the_first_step_of_a_second_call_is_of_that_call(tmp_path):
     def script(folder, *callbacks):
@@ -243,13 +253,9 @@ def test_what_is_saved_before_the_first_step_of_a_second_call_is_of_that_call(tm
         )
         return fingerprint(model, history), fingerprint(model, later)
 
-    def fail(checkpoint):
-        raise Interruption
-
-    fail.attach = lambda loop: loop.starters.append(fail)
     whole = script(tmp_path / "whole")
     with pytest.raises(Interruption):
-        script(tmp_path / "run", SaveOnSignal(grace_seconds=None, on_exception=True), fail)
+        script(tmp_path / "run", SaveOnSignal(grace_seconds=None, on_exception=True), Failing())
     assert list_steps(tmp_path / "run" / "later") == [8]
     assert script(tmp_path / "run") == whole
 
@@ -279,10 +285,9 @@ def test_calls_that_share_a_folder_are_told_apart_or_refused(tmp_path):
 def test_a_model_that_is_set_back_does_not_resume_its_own_call(tmp_path):
     model, _ = train(tmp_path, epochs=1)
     start = model.state.replace(step=np.int32(0))
+    folder, train_on = tmp_path / "other", {"batch_size": 16, "epochs": 2, "verbose": 0}
+    model.state = start
     with pytest.raises(Interruption):
-        model.state = start
-        train_on = {"batch_size": 16, "epochs": 2, "verbose": 0}
-        folder = tmp_path / "other"
         model.fit(X, Y, checkpoint_dir=folder, callbacks=interrupt_at(8), **train_on)
     model.state = start
     assert model.fit(X, Y, checkpoint_dir=folder, **train_on).steps == [4, 8]
