@@ -324,7 +324,7 @@ def test_what_is_on_disk_already_is_known_while_the_loop_is_held(tmp_path):
 
 def test_what_was_saved_at_a_signal_stays_saved_when_the_best_weights_are_restored(tmp_path):
     save = guard()
-    loop = make_loop(None, [save, CheckpointFileWriter(tmp_path)])
+    loop = make_loop(None, [save, every(100, CheckpointFileWriter(tmp_path))])
     first = next(loop)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit):
