@@ -130,10 +130,12 @@ class TrainLoop(Checkpointing):
         self._watch = Stopwatch()
 
         CallbackList(callbacks).attach_first(self)
-        self._begin(init, rnkey, input_sample)
+        self._begin(init, rnkey, input_sample, callbacks)
         self.callbacks = callbacks
 
-    def _begin(self, init: Any, rnkey: Any = None, input_sample: Any = None) -> None:
+    def _begin(
+        self, init: Any, rnkey: Any = None, input_sample: Any = None, callbacks: Any = ()
+    ) -> None:
         """Begins with a new state, a given one, or that of a reader; callbacks are set afterwards.
 
         The arguments are those of the loop.

@@ -252,7 +252,7 @@ class Trainer:
             self.loop.data = data
             CallbackList(callbacks).attach_first(self.loop)
             if saved is not None:
-                self.loop._begin(saved)
+                self.loop._begin(saved, callbacks=callbacks)
         n_done = self.loop.n_completed_steps  # Of an epoch that was not finished.
         self.loop.steps_per_call = steps_per_call
         self.loop.n_steps_per_checkpoint = n_steps or ENDLESS
