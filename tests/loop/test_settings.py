@@ -46,7 +46,7 @@ def test_a_snapshot_on_new_data_has_nothing_of_the_data_before():
     snapshot = loop.snapshot()
     assert snapshot.step == 1 and snapshot.n_completed_steps == 0
     assert snapshot.data_state == loop.data.get_state()
-    assert snapshot.running == {"batch_size": 0}
+    assert snapshot.running["batch_size"] == 0
 
 
 def test_the_repr_of_a_loop_is_one_line_without_data_or_weights():
