@@ -179,7 +179,10 @@ def hook_of(kind: type) -> str:
     return event and f"flaxfit.callbacks.Events({event}=...)"
 
 
-_HOOK = re.compile(r"on_(\w+_(begin|end|start)|log|save|evaluate)")
+_HOOK = re.compile(
+    "on_((train|test|predict|validation)_)?(train|test|predict|validation|fit|epoch|batch|step)"
+    "_(begin|end|start)"
+)
 """The hooks of Keras, Lightning and Hugging Face."""
 _EVENT = re.compile(r"on_(epoch|train|train_batch|test|predict)_(begin|end)")
 

@@ -14,7 +14,7 @@ from flaxfit.strategies import Strategy
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import Array, ArrayLike, PyTree
 
-MIXES = "the model computes outputs from several rows of the batch"
+MIXES = "the model computes outputs from several examples of the batch"
 
 
 class Portion(NamedTuple):
@@ -167,8 +167,7 @@ def check_undivided(strategy: Strategy, parts: int = 1) -> None:
         raise ValueError(
             "The model computes an output of an example from other examples of its batch, such as "
             "their mean, and would see a part of the batch at a time here: its results would "
-            f"differ. Use {advice}. BatchNorm, whose running statistics the model keeps, is "
-            "computed from each part."
+            f"differ. Use {advice}. This does not concern BatchNorm with running statistics."
         )
 
 

@@ -25,8 +25,8 @@ class PlacedCompanions:
     def __init__(self, task: TrainTask | EvalTask, strategy: Strategy):
         self._strategy = strategy
         self._keeps = getattr(task, "save_companions", False)
-        self._readers = {n: each.read for n, each in task.companions.items() if each.read}
-        self._seen = {n: jax.tree.leaves(task.companions[n].variables) for n in self._readers}
+        self._sources = {n: each.source for n, each in task.companions.items() if each.source}
+        self._seen = {name: source.seen for name, source in self._sources.items()}
         self._hold(states_of(task))
 
     def _hold(self, states: dict[str, InferenceState]) -> None:
@@ -76,6 +76,7 @@ class PlacedCompanions:
         """
         if self.states and saved and saved is not self.saved:
             self._replace(saved, "the checkpoint", "Give the task the companions that were saved.")
+            self._seen = {name: source.values() for name, source in self._sources.items()}
 
     def refresh(self) -> None:
         """Takes over what was written into companions that are NNX modules, such as a target.
@@ -83,15 +84,14 @@ class PlacedCompanions:
         Raises:
           ValueError: a variable has another shape or dtype than before.
         """
-        for name, read in self._readers.items():
-            variables = read()
-            leaves, seen = jax.tree.leaves(variables), self._seen[name]
-            if len(leaves) != len(seen) or any(
-                a is not b for a, b in zip(leaves, seen, strict=True)
-            ):
-                now = {**self.variables, name: variables}
-                self._replace(now, "the module now", "Make a new task of the changed module.")
-                self._seen[name] = leaves
+        for name, source in self._sources.items():
+            values, seen = source.values(), self._seen[name]
+            if any(now is not before for now, before in zip(values, seen, strict=True)):
+                present = {**self.variables, name: source.read()}
+                self._replace(
+                    present, "the module now", "Build a new task with the changed module."
+                )
+                self._seen[name] = values
 
     def _replace(self, variables: Mapping[str, Variables], source: str, advice: str) -> None:
         own = self.variables

@@ -16,7 +16,7 @@ from flaxfit.loop._local_rows import LocalBatches
 from flaxfit.loop._padding import MIXES, Padder, check_undivided, may_be_whole
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
-from flaxfit.step._row_mixing import mixes_rows
+from flaxfit.step._row_mixing import mixes_rows, names_axis
 from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._validate import streams_explained, trace
 from flaxfit.strategies import Strategy
@@ -111,8 +111,8 @@ class Predictor:
                 traced = trace(strategy.bind(self._make()), state, batch)
             result, program = traced.shapes, traced.program
             _check_rows(result, n_examples(batch) if has_rows(batch) else None)
-            is_known = program is not None
-            self._traced[key] = is_known and mixes_rows(program, (state, batch), result, result)
+            mixes = program is not None and mixes_rows(program, (state, batch), result, result)
+            self._traced[key] = mixes and not names_axis(self._make(), state, batch)
         return self._traced[key]
 
     def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 
+from flaxfit.data._batch import normalize
 from flaxfit.display import quiet
-from flaxfit.loop._callback_list import Delivery
-from flaxfit.loop._initial_state import check_same_arrays
+from flaxfit.loop._callback_list import Delivery, as_tuple, unfreezes
+from flaxfit.loop._determinism import say_if_inexact
+from flaxfit.loop._initial_state import as_checkpoint, check_same_arrays, check_trains, start
 from flaxfit.loop._ownership import Copier, owned
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._record import make_checkpoint, set_running
@@ -20,6 +22,8 @@ from flaxfit.optim._extended import late_of
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._cost import StepCost
+from flaxfit.strategies._eager import eagerly
+from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._types import PyTree
 
 
@@ -30,6 +34,10 @@ class RunState:
     """Returns the number of the present epoch of `fit`."""
     fit_steps: int | None = None
     """The steps of the call of `fit`, those before it was resumed included, if they are known."""
+    start: Any = None
+    """The checkpoint file that the run was restored from, or None."""
+    stopped: bool = False
+    """Whether a callback has ended the run; setting `data` restarts it."""
     say: Callable[[str], None]
     """Prints a notice, unless the loop was made with `stdout=False`."""
     _stepper: Stepper
@@ -42,6 +50,8 @@ class RunState:
     _watch: Stopwatch
     """The time of the steps since the latest checkpoint."""
     _phase: str = ""
+    _first_step: int
+    """The step at which the loop began, or was restored."""
     _is_talking: bool
     _is_at_start: bool = True
     """Whether nothing has happened since construction: no training, `restore` or other data."""
@@ -132,6 +142,44 @@ class RunState:
     @property
     def _epoch(self) -> int | None:
         return None if self.epoch_number is None else self.epoch_number()
+
+    def _begin(
+        self, init: Any, rnkey: Any = None, input_sample: Any = None, callbacks: Any = ()
+    ) -> None:
+        """Begins with a new state, a given one, or that of a reader; callbacks are set afterwards.
+
+        The arguments are those of the loop.
+        """
+        stepper = self._stepper
+        task, strategy = stepper.task, stepper.strategy
+
+        def sample() -> PyTree:
+            with self.in_phase("training"):
+                loader, batch = stepper.loader, task.roles.inputs_of((input_sample,))
+                batch = loader.first_batch() if input_sample is None else batch
+            return normalize(batch, is_whole=task.keeps_whole).inputs
+
+        with eagerly(strategy), without_mesh():
+            state, self.start, is_own, present = start(
+                init,
+                task,
+                rnkey,
+                sample,
+                self.say,
+                strategy.shardings,
+                freezes_as_saved=any(map(unfreezes, as_tuple(callbacks))),
+            )
+        if present is not task:
+            stepper.set_task(present)
+        if task.step is None:
+            check_trains(state, self.say)
+        if self.start is not None or strategy.virtual_replicas:
+            say_if_inexact(self.say, strategy.devices[0].platform)
+        self._resume(state, self.start, is_own=is_own)
+        self._first_step = self.step
+        self._last = as_checkpoint(self.start)
+        self._is_at_start = True
+        self.stopped = self._last is not None and self._last.stop
 
     def _resume(self, state: TrainState, checkpoint: Any, *, is_own: bool = False) -> None:
         """Continues from a state, and from the position and counts of its checkpoint, if any."""

@@ -26,10 +26,6 @@ class Settings(RunState):
 
     schedule: Schedule
     """Which steps yield a checkpoint; can be set."""
-    stopped: bool = False
-    """Whether a callback has ended the run; setting `data` restarts it."""
-    start: Any = None
-    """The checkpoint file that the run was restored from, or None."""
     first_epoch: int | None = None
     """The number of the first epoch of `fit`, from 0; None: there are no epochs."""
     eval_apply: Callable[[], ApplyFn] | None = None
@@ -266,7 +262,8 @@ class Settings(RunState):
         self.close()
 
     def __setattr__(self, name: str, value: object) -> None:
-        if (name in _OPTIONS or name in _RATES) and not hasattr(type(self), name):
+        is_ours = type(self).__module__.startswith("flaxfit.")  # Others keep what they like.
+        if is_ours and (name in _OPTIONS or name in _RATES) and not hasattr(type(self), name):
             advice = f"use TrainLoop(loop.state, dataclasses.replace(loop.task, {name}=...))"
             if name in _RATES:
                 advice = "use loop.set_hyperparams(learning_rate=...)"

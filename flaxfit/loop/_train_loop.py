@@ -4,15 +4,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
-from flaxfit.data._batch import normalize
 from flaxfit.display import say
-from flaxfit.loop._callback_list import CallbackList, as_tuple, unfreezes
+from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._checkpointing import Checkpointing
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
-from flaxfit.loop._determinism import say_if_inexact
 from flaxfit.loop._idle_gpu import warn_of_idle_gpu
-from flaxfit.loop._initial_state import as_checkpoint, check_trains, start
 from flaxfit.loop._ownership import copier
 from flaxfit.loop._record import LossWarning
 from flaxfit.loop._schedule import Schedule
@@ -20,7 +17,6 @@ from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._stopwatch import Stopwatch
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.strategies import Strategy
-from flaxfit.strategies._eager import eagerly
 from flaxfit.task._task import TrainTask, with_collections
 from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._jax_debugging import check_jit
@@ -128,47 +124,9 @@ class TrainLoop(Checkpointing):
         self.steps_per_call = steps_per_call
         self._warn_of_loss = LossWarning(self.say)
         self._watch = Stopwatch()
-
         CallbackList(callbacks).attach_first(self)
         self._begin(init, rnkey, input_sample, callbacks)
         self.callbacks = callbacks
-
-    def _begin(
-        self, init: Any, rnkey: Any = None, input_sample: Any = None, callbacks: Any = ()
-    ) -> None:
-        """Begins with a new state, a given one, or that of a reader; callbacks are set afterwards.
-
-        The arguments are those of the loop.
-        """
-        task, strategy = self.task, self.strategy
-
-        def sample() -> PyTree:
-            with self.in_phase("training"):
-                loader, batch = self._stepper.loader, task.roles.inputs_of((input_sample,))
-                batch = loader.first_batch() if input_sample is None else batch
-            return normalize(batch, is_whole=task.keeps_whole).inputs
-
-        with eagerly(strategy), without_mesh():
-            state, self.start, is_own, present = start(
-                init,
-                task,
-                rnkey,
-                sample,
-                self.say,
-                strategy.shardings,
-                freezes_as_saved=any(map(unfreezes, as_tuple(callbacks))),
-            )
-        if present is not task:
-            self._stepper.set_task(present)
-        if task.step is None:
-            check_trains(state, self.say)
-        if self.start is not None or strategy.virtual_replicas:
-            say_if_inexact(self.say, strategy.devices[0].platform)
-        self._resume(state, self.start, is_own=is_own)
-        self._first_step = self.step
-        self._last = as_checkpoint(self.start)
-        self._is_at_start = True
-        self.stopped = self._last is not None and self._last.stop
 
     # Driving the loop: each is a choice of where to train to.
 

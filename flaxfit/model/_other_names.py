@@ -32,16 +32,13 @@ _LOSS = (
     "model by itself"
 )
 _MODULE = "write a Flax module, and pass it: Model(module, ...)"
-_LOADERS = "pass the data to fit, evaluate and predict"
 
 _METHODS: Mapping[str, str] = {
     **dict.fromkeys(["train_step", "test_step", "predict_step"], _STEP),
     **dict.fromkeys(["training_step", "validation_step", "prediction_step"], _STEP),
     **dict.fromkeys([f"make_{each}_function" for each in ("train", "test", "predict")], _STEP),
-    **dict.fromkeys(["call", "forward"], _MODULE),
-    **dict.fromkeys(["train_dataloader", "val_dataloader", "test_dataloader"], _LOADERS),
+    "call": _MODULE,
     "compute_loss": _LOSS,
-    "compute_metrics": "pass metrics to Model or compile",
     "configure_optimizers": "pass an optimizer, such as optax.adam(schedule)",
 }
 """What the models of other libraries override."""
@@ -83,6 +80,9 @@ _ADVICE: Mapping[str, str] = {
 }
 
 
+_SET_ELSEWHERE = _OPTIONS | {"callbacks", "class_weight", "lr", "learning_rate"}
+
+
 class AnswersOtherNames:
     """Answers the names of other libraries with what to use in their place."""
 
@@ -111,7 +111,9 @@ def _refuse(self: object, name: str) -> NoReturn:
 
 
 def _set(self: object, name: str, value: Any) -> None:
-    if name in _ADVICE and not hasattr(type(self), name):
+    # A subclass of the user's may keep what it was given.
+    is_own = name in _SET_ELSEWHERE and not type(self).__module__.startswith("flaxfit.")
+    if name in _ADVICE and not hasattr(type(self), name) and not is_own:
         _refuse(self, name)
     object.__setattr__(self, name, value)
 

@@ -315,5 +315,6 @@ class Trainer:
         loop = TrainLoop(init, task, seed, strategy=self.strategy, **options)
         # A checkpoint from which it resumes may have its own.
         if not self.is_fresh and not getattr(loop.start, "companions", None):
+            self._companions.refresh()
             loop._companions.restore(self._companions.variables)
         return loop

@@ -5,7 +5,7 @@ This imports NNX, so it is imported only where a model is an NNX module.
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,14 @@ def variables_of(module: nnx.Module, losses: Sequence[str] = ()) -> Variables:
     """
     leaves = _leaves(_state(module), losses)
     return unflatten_dict({place: _value(leaf) for _, place, leaf in leaves})
+
+
+def values_of(module: nnx.Module) -> Callable[[], list[Any]]:
+    """Returns a function for the present arrays of the variables that a module has now."""
+    nodes = [node for _, node in nnx.iter_graph(module)]
+    variables = [each for each in nodes if isinstance(each, nnx.Variable)]
+    written = [each for each in variables if not isinstance(each, nnx.RngState)]
+    return lambda: [each.get_raw_value() for each in written]
 
 
 def collections_of(module: nnx.Module) -> set[str]:

@@ -9,7 +9,7 @@ from flaxfit.tree._types import Json
 
 @dataclasses.dataclass(frozen=True)
 class TemplateOf:
-    """Makes the template of a checkpoint of its `running`.
+    """Makes the template of a checkpoint from its `running` record.
 
     >>> TemplateOf(lambda running: running["template"]).make({"template": None}) is None
     True

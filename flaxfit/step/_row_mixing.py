@@ -9,7 +9,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from flaxfit.data._batch import Batch, has_rows
 from flaxfit.step._jaxpr import parts_of
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._shapes import shapes_of
+from flaxfit.tree._single_replica import unbound_axis
+from flaxfit.tree._types import Function, PyTree
 
 _ALONG = {
     "cumsum": "axis",
@@ -17,7 +19,6 @@ _ALONG = {
     "cummax": "axis",
     "cummin": "axis",
     "cumlogsumexp": "axis",
-    "sort": "dimension",
     "top_k": "axis",
 }
 """Primitives that combine the elements along an axis, and the parameter that names it."""
@@ -65,6 +66,15 @@ def mixes_rows(
     )
 
 
+def names_axis(function: Function, *arguments: PyTree) -> bool:
+    """Whether a function names the axis of replicas, as `lax.pmean` does: it sees all rows then."""
+    try:
+        jax.eval_shape(function, *map(shapes_of, arguments))
+    except NameError as error:
+        return unbound_axis(error) is not None
+    return False
+
+
 def _through(program: Any, given: Sequence[_Rows]) -> list[_Rows]:
     """The rows in the results of a jaxpr, from those in its arguments."""
     program = getattr(program, "jaxpr", program)
@@ -89,8 +99,9 @@ def _results(equation: JaxprEqn, operands: list[_Rows]) -> list[_Rows]:
         return _carried(params["body_jaxpr"], operands[n_consts:], params["body_nconsts"])
     if name == "cond":
         branches = [_through(each, operands[1:]) for each in params["branches"]]
-        return [_joined(each) for each in zip(*branches, strict=True)]
-    parts = parts_of(equation)
+        return [_either(each) for each in zip(*branches, strict=True)]
+    # What reduces holds a program for two numbers.
+    parts = [] if name.startswith(("reduce", "scatter")) else parts_of(equation)
     if len(parts) == 1 and len(getattr(parts[0], "jaxpr", parts[0]).invars) == len(operands):
         return _through(parts[0], operands)
     mixed = any(each.mixed for each in operands)
@@ -114,8 +125,11 @@ def _moved(equation: JaxprEqn, operands: list[_Rows], shape: tuple[int, ...]) ->
     if name.startswith("scatter"):
         return _Rows(axis)
     if name == "concatenate":
-        return _joined(operands)
+        # Rows beside others, such as views of them, are no longer told apart.
+        return _either([each for each in operands if each.axis != params["dimension"]])
     if axis is not None:
+        if shapes[0][axis] == 1:
+            return _NONE  # A single row is combined with no other.
         if name == "broadcast_in_dim":
             return _Rows(params["broadcast_dimensions"][axis])
         if name == "transpose":
@@ -125,13 +139,15 @@ def _moved(equation: JaxprEqn, operands: list[_Rows], shape: tuple[int, ...]) ->
             return _without(axis, removed)
         if name == "reshape":
             return _reshaped(axis, shapes[0], shape)
-        if "axes" in params and name.startswith(("reduce_", "arg")):
-            is_along = axis in params["axes"] and shapes[0][axis] > 1
-            return _Rows(mixed=True) if is_along else _without(axis, params["axes"])
+        if name == "reduce" or "axes" in params and name.startswith(("reduce_", "arg")):
+            removed = params["dimensions" if name == "reduce" else "axes"]
+            return _Rows(mixed=True) if axis in removed else _without(axis, removed)
+        if name == "sort" and params["dimension"] == axis:
+            return _NONE  # It may be undone.
         if name in _ALONG and params.get(_ALONG[name], len(shapes[0]) - 1) == axis:
             return _Rows(axis, mixed=True)
         if name in ("rev", "slice", "dynamic_slice", "pad"):
-            return _Rows(axis)
+            return _Rows(axis) if shape[axis] == shapes[0][axis] else _NONE
     # Anything else whose operands fit its result is taken to work element by element.
     return _joined([each for each, old in zip(operands, shapes, strict=True) if _fits(old, shape)])
 
@@ -143,6 +159,12 @@ def _joined(several: Sequence[_Rows]) -> _Rows:
     if len(axes) > 1:
         return _Rows(min(axes), mixed=True)  # Each row meets each other one.
     return _Rows(axes.pop() if axes else None, mixed)
+
+
+def _either(several: Sequence[_Rows]) -> _Rows:
+    """The rows of an array that is one of several."""
+    axes = {each.axis for each in several if each.axis is not None}
+    return _Rows(axes.pop() if len(axes) == 1 else None, any(each.mixed for each in several))
 
 
 def _fits(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
@@ -224,7 +246,7 @@ def _carried(
     carry, found = list(operands[n_consts : n_consts + n_carry]), []
     for _ in range(_MOST_ROUNDS):
         found = _through(body, [*consts, *carry, *rest])
-        settled = [_joined(each) for each in zip(carry, found[:n_carry], strict=True)]
+        settled = [_either(each) for each in zip(carry, found[:n_carry], strict=True)]
         if settled == carry:
             break
         carry = settled

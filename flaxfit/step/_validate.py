@@ -24,7 +24,7 @@ from flaxfit.step._idle_targets import check_keeps_targets
 from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._regression_targets import check_classes
-from flaxfit.step._row_mixing import mixes_rows
+from flaxfit.step._row_mixing import mixes_rows, names_axis
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
 from flaxfit.task._no_loss import check_adds_loss
 from flaxfit.task._one_for_all import for_all_outputs
@@ -130,6 +130,7 @@ def inspect(
         if traced.program is not None:
             program, arguments = traced.program, (state, batch, states_of(task))
             mixes = mixes_rows(program, arguments, result, result.outputs)
+            mixes = mixes and not names_axis(taking_states(task, pass_of), *arguments)
             traced = traced._replace(mixes_rows=mixes)
             if isinstance(task, TrainTask):
                 hints = hints_of(program, arguments, result, task.loss, batch, data or batch)

@@ -28,8 +28,19 @@ class Companion(NamedTuple):
     variables: Variables
     given: tuple[Any, ...]
     """The objects that it was made of."""
-    read: Callable[[], Variables] | None = None
-    """Returns the present variables of an nnx module, which may change."""
+    source: "Source | None" = None
+    """The NNX module that it was made of, which may be written to."""
+
+
+class Source(NamedTuple):
+    """An NNX module as the source of variables."""
+
+    values: Callable[[], list[Any]]
+    """Returns the present arrays of its variables, not copied."""
+    seen: list[Any]
+    """Those when its variables were read."""
+    read: Callable[[], Variables]
+    """Returns a copy of its present variables."""
 
 
 def are_same(some: Mapping[str, Companion], others: Mapping[str, Companion]) -> bool:
@@ -79,10 +90,11 @@ def _as_companion(owner: str, given: Any) -> Companion:
     if isinstance(given, Companion):
         return given
     if is_module(given) and not isinstance(given, nn.Module | type):
-        functions = functions_of(given, train=False)
-        return Companion(
-            functions.apply, functions.init(None), (given,), lambda: functions.init(None)
-        )
+        from flaxfit.modules._nnx_state import values_of
+
+        functions, values = functions_of(given, train=False), values_of(given)
+        source = Source(values, values(), lambda: functions.init(None))
+        return Companion(functions.apply, functions.init(None), (given,), source)
     if not isinstance(given, tuple) or len(given) != 2:
         hint = ""
         if hasattr(given, "module") and hasattr(type(given), "state"):

@@ -1,10 +1,12 @@
-"""What of a task changes when parameters are frozen or unfrozen on the way, and its record."""
+"""Changes of a task while parameters are frozen and unfrozen, and their record in a file."""
 
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
 
 from flaxfit.optim import _extended
 from flaxfit.optim._extended import late_of
@@ -37,11 +39,14 @@ def frozen_as_saved(task: TrainTask, running: Mapping[str, Any] | None) -> Train
 
 def frozen_facts(task: TrainTask, params: Callable[[], Params]) -> dict[str, Json]:
     """What is frozen, and what was unfrozen later, for a file."""
-    frozen = list(_matching(tuple(task.freeze), tuple(flat(params())))) if task.freeze else []
+    structure = jax.tree.structure(params()) if task.freeze else None
+    frozen = list(_matching(tuple(task.freeze), structure)) if task.freeze else []
     late = late_of(task.optimizer)
     return {"frozen": frozen} | ({"late": to_json(late)} if late else {})
 
 
 @functools.lru_cache(maxsize=8)
-def _matching(patterns: tuple[str, ...], paths: tuple[str, ...]) -> tuple[str, ...]:
+def _matching(patterns: tuple[str, ...], structure: Any) -> tuple[str, ...]:
+    """The paths of a structure of parameters that match; each checkpoint asks for them."""
+    paths = flat(jax.tree.unflatten(structure, range(structure.num_leaves)))
     return tuple(path for path in paths if any(re.fullmatch(each, path) for each in patterns))

@@ -200,7 +200,6 @@ def test_an_object_with_methods_of_keras_is_told_what_runs_them():
         ("on_epoch_end", "on_epoch_end"),
         ("on_train_epoch_end", "on_epoch_end"),
         ("on_step_end", "on_train_batch_end"),
-        ("on_log", "on_epoch_end"),
     ],
 )
 def test_hooks_beside_a_call_of_the_library_are_refused(base, hook, event):

@@ -76,6 +76,29 @@ def test_what_is_written_into_a_module_takes_effect_at_the_next_checkpoint():
         loop.next_step()
 
 
+def test_a_module_is_read_again_only_where_it_was_written_to(tmp_path):
+    def model_of(seed):
+        teacher = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(seed))
+        return ff.Model(
+            (lambda rngs, *x: variables(0.0), MODULE.apply),
+            optax.sgd(0.0),
+            objective=imitate,
+            companions={"teacher": teacher},
+            save_companions=True,
+        ), teacher
+
+    first, _ = model_of(1)
+    first.fit(X, (), verbose=0)
+    first.save(tmp_path)
+    second, teacher = model_of(2)
+    second.load(tmp_path)
+    assert second.evaluate(X, ()) == first.evaluate(X, ())
+    second.fit(X, (), verbose=0)
+    assert second.evaluate(X, ()) == first.evaluate(X, ())
+    teacher.kernel.set_value(variables(2.0)["params"]["kernel"])
+    assert second.evaluate(X, ())["loss"] == loss_of(2.0, X)
+
+
 def test_they_are_placed_once_and_outlive_what_their_owner_writes():
     given = variables(1.0)
     loop = loop_of(task_of(companions={"teacher": (MODULE, given)}))

@@ -73,7 +73,6 @@ def test_a_subclass_may_have_attributes_of_its_own():
         ("test_step", "pass metrics for what evaluate is to measure"),
         ("training_step", r"objective=..., a loss that calls the model"),
         ("compute_loss", "pass a loss"),
-        ("compute_metrics", "pass metrics"),
         ("call", "write a Flax module"),
         ("on_epoch_end", r"pass callbacks=\[flaxfit.callbacks.Events\(on_epoch_end=...\)\]"),
     ],
