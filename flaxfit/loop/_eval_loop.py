@@ -304,7 +304,7 @@ class EvalLoop:
         traced = inspect(self._once(self.task), state, batch, whole, bind, self._traced)
         result = traced.shapes
         if traced.mixes_rows:
-            check_undivided(self.strategy)
+            check_undivided(self.strategy, traced.names_axis)
         why_not = why_not_pad(self.task, result.values, result.penalty, traced.mixes_rows)
         feed = batches.padder(pad=not why_not, why_not=why_not)
         return feed, {k: each for k, each in result.sums.items() if k not in self._collecting}

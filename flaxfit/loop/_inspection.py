@@ -90,7 +90,7 @@ class Inspection:
             )
             mixes_rows = traced.mixes_rows and not has_statistics
             if mixes_rows:
-                check_undivided(self._strategy, task.accumulate)
+                check_undivided(self._strategy, traced.names_axis, task.accumulate)
             why_not = why_not_pad(task, result.values, result.penalty, mixes_rows)
             if not why_not and has_statistics:
                 why_not = "the model keeps statistics of its inputs, such as BatchNorm's"

@@ -155,14 +155,17 @@ def why_not_pad(
     return ""
 
 
-def check_undivided(strategy: Strategy, parts: int = 1) -> None:
+def check_undivided(strategy: Strategy, names_axis: Callable[[], bool], parts: int = 1) -> None:
     """Checks that every replica and part computes a whole batch, for a model that mixes rows.
+
+    One that `names_axis`, that of the replicas, may be divided over these.
 
     Raises:
       ValueError: a batch is divided.
     """
-    is_divided = strategy.axis_name is not None or strategy.virtual_replicas is not None
-    if parts > 1 or is_divided and strategy.n_devices > 1:
+    is_mapped = strategy.axis_name is not None or strategy.virtual_replicas is not None
+    is_divided = is_mapped and strategy.n_devices > 1
+    if parts > 1 or is_divided and not names_axis():
         advice = "accumulate=1" if parts > 1 else "strategy=Sharded(), or one device"
         raise ValueError(
             "The model computes an output of an example from other examples of its batch, such as "

@@ -100,7 +100,11 @@ class Predictor:
         return self._programs[key](*arguments)
 
     def mixes_rows(self, strategy: Strategy, state: PyTree, batch: Batch) -> bool:
-        """Checks the outputs for a batch; whether the model computes one from several rows."""
+        """Whether the model computes an output from several rows of a batch.
+
+        Raises:
+          ValueError: it would see a part of these rows, or returns no row for each example.
+        """
         key = structure_of((state, batch.inputs))
         if key not in self._traced:
             with (
@@ -112,7 +116,9 @@ class Predictor:
             result, program = traced.shapes, traced.program
             _check_rows(result, n_examples(batch) if has_rows(batch) else None)
             mixes = program is not None and mixes_rows(program, (state, batch), result, result)
-            self._traced[key] = mixes and not names_axis(self._make(), state, batch)
+            if mixes:
+                check_undivided(strategy, lambda: names_axis(self._make(), state, batch))
+            self._traced[key] = mixes
         return self._traced[key]
 
     def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
@@ -197,7 +203,6 @@ class Predictions(Iterator[tuple[Batch, Any]]):
         task, padder = self._predictor.task, self._batches.padder()
         batch = padder(self._batches.examples(item)).batch
         if self._predictor.mixes_rows(self._strategy, self._state, batch):
-            check_undivided(self._strategy)
             return self._batches.padder(pad=False, why_not=MIXES)
         # Rows that only the loss combines (`across`) do not depend on one another here.
         if not task.pad and task.across is None:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +59,8 @@ class Traced(NamedTuple):
     """Sentences about probable mistakes."""
     mixes_rows: bool = False
     """Whether the model computes an output from several rows of the batch."""
+    names_axis: Callable[[], bool] = lambda: False
+    """Whether it names the axis of replicas, which it is traced again to find out."""
 
 
 def inspect(
@@ -129,9 +131,10 @@ def inspect(
             check_keeps_targets(task, traced.values, batch, bind, couples_values)
         if traced.program is not None:
             program, arguments = traced.program, (state, batch, states_of(task))
+            shapes = shapes_of(arguments)  # No arrays: it may be asked for later.
             mixes = mixes_rows(program, arguments, result, result.outputs)
-            mixes = mixes and not names_axis(taking_states(task, pass_of), *arguments)
-            traced = traced._replace(mixes_rows=mixes)
+            names = functools.partial(names_axis, taking_states(task, pass_of), *shapes)
+            traced = traced._replace(mixes_rows=mixes, names_axis=names)
             if isinstance(task, TrainTask):
                 hints = hints_of(program, arguments, result, task.loss, batch, data or batch)
                 traced = traced._replace(hints=hints)
