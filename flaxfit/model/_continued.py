@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import optax
 
 from flaxfit import checkpoints
 from flaxfit.display import say
@@ -130,9 +131,21 @@ def continued(
     )
     if int(state.step) and not quiet:
         kept = "the weights and the optimizer state are kept"
+        if not is_same and (count := _place_in_schedule(opt_state)):
+            kept += f"; its schedule continues at step {count:,}"
         fresh = "the weights are kept; the optimizer state differs and starts from scratch"
         say(f"compiled at step {int(state.step):,}: {kept if is_kept else fresh}")
     return with_opt_state(state, opt_state), late
+
+
+def _place_in_schedule(opt_state: PyTree) -> int:
+    """The number of steps that the schedule of an optimizer has taken; 0 if it has none."""
+
+    def is_schedule(node: object) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_schedule)
+    return max((int(node.count) for node in nodes if is_schedule(node)), default=0)
 
 
 def _for_optimizer(state: TrainState, optimizer: Any) -> TrainState:

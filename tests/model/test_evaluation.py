@@ -93,7 +93,14 @@ def test_compile_keeps_the_weights_and_a_state_that_fits(capsys):
     assert model.evaluate(X, Y).keys() == {"loss", "mse"} and model.step == 1
     model.compile(optax.sgd(0.1))
     said = capsys.readouterr().err
-    assert "optimizer state are kept" in said and "starts from scratch" in said
+    assert "optimizer state are kept\n" in said and "starts from scratch" in said
+
+
+def test_compile_says_where_a_schedule_continues(capsys):
+    model = make_model(optimizer=optax.sgd(optax.linear_schedule(0.1, 0.0, 2)))
+    model.fit(X, Y, epochs=2, verbose=0)
+    model.compile(optax.sgd(optax.linear_schedule(0.2, 0.0, 2)))
+    assert "state are kept; its schedule continues at step 2\n" in capsys.readouterr().err
 
 
 def rate_of(model):
