@@ -1,4 +1,4 @@
-"""What is used here in place of the callbacks of Keras and Lightning of other names."""
+"""The counterparts of callbacks that have other names in Keras and Lightning."""
 
 COUNTERPARTS = {
     "ModelCheckpoint": "checkpoints.CheckpointFileWriter",

@@ -64,7 +64,7 @@ def ones(key, x):
 
 
 class MovingMean:
-    """A model that goes on from the mean weight it has kept, as it could in eager code."""
+    """A model that updates a running mean in an attribute, which only eager code could do."""
 
     mean = 0.0
 
