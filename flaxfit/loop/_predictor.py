@@ -16,7 +16,7 @@ from flaxfit.loop._local_rows import LocalBatches
 from flaxfit.loop._padding import MIXES, Padder, check_undivided, may_be_whole
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
-from flaxfit.step._row_mixing import mixes_rows, names_axis
+from flaxfit.step._row_mixing import mixes_rows, mixes_values, names_axis
 from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._validate import streams_explained, trace
 from flaxfit.strategies import Strategy
@@ -112,10 +112,14 @@ class Predictor:
                 tracers_explained(),
                 streams_explained("Model(..., eval_rngs=...)", self.task.rngs),
             ):
-                traced = trace(strategy.bind(self._make()), state, batch)
+                predict, arguments = strategy.bind(self._make()), (state, batch)
+                traced = trace(predict, *arguments)
             result, program = traced.shapes, traced.program
             _check_rows(result, n_examples(batch) if has_rows(batch) else None)
-            mixes = program is not None and mixes_rows(program, (state, batch), result, result)
+            if program is None:  # It was run.
+                mixes = mixes_values(predict, arguments, lambda found: found, traced.values)
+            else:
+                mixes = mixes_rows(program, arguments, result, result)
             if mixes:
                 check_undivided(strategy, lambda: names_axis(self._make(), state, batch))
             self._traced[key] = mixes

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from flaxfit.data._batch import Batch, has_rows
+from flaxfit.data._batch import Batch, has_rows, n_examples
 from flaxfit.step._jaxpr import parts_of
 from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._single_replica import unbound_axis
@@ -63,6 +65,32 @@ def mixes_rows(
     return any(
         each.mixed and id(leaf) in wanted and leaf.ndim and leaf.shape[0] in n
         for each, leaf in zip(_through(program, given), jax.tree.leaves(results), strict=True)
+    )
+
+
+def mixes_values(
+    function: Function, arguments: tuple[PyTree, ...], outputs_of: Function, outputs: PyTree
+) -> bool:
+    """As `mixes_rows`, by trial, where nothing is traced.
+
+    An output mixes rows if it changes where only the last row of the inputs is another one. The
+    shapes stay, and with them what is drawn at random.
+    """
+    batch = next(each for each in arguments if isinstance(each, Batch))
+    if not has_rows(batch):
+        return False
+
+    def replaced(x: PyTree) -> PyTree:
+        return jnp.asarray(x).at[-1].set(x[0]) if jnp.ndim(x) else x
+
+    other = batch._replace(inputs=jax.tree.map(replaced, batch.inputs))
+    changed = outputs_of(function(*(other if each is batch else each for each in arguments)))
+    n = n_examples(batch)
+    pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(changed), strict=True)
+    return any(
+        not np.allclose(one[:-1], two[:-1], 1e-3, 1e-6, equal_nan=True)
+        for one, two in (map(np.asarray, pair) for pair in pairs)
+        if one.shape[:1] == (n,) and np.issubdtype(one.dtype, np.number)
     )
 
 

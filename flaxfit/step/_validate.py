@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from flaxfit.step._idle_targets import check_keeps_targets
 from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._regression_targets import check_classes
-from flaxfit.step._row_mixing import mixes_rows, names_axis
+from flaxfit.step._row_mixing import mixes_rows, mixes_values, names_axis
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
 from flaxfit.task._no_loss import check_adds_loss
 from flaxfit.task._one_for_all import for_all_outputs
@@ -105,9 +106,8 @@ def inspect(
         return pass_forward
 
     known, key = {} if known is None else known, structure_of((state, batch))
-    traced = known.get(key)
+    traced, bound = known.get(key), bind(taking_states(task, pass_of))
     if traced is None:
-        bound = bind(taking_states(task, pass_of))
         with calls_explained(batch.inputs, batch.targets), _explained(task, batch):
             traced = trace(bound, state, batch, states_of(task))
     result = traced.shapes
@@ -129,6 +129,10 @@ def inspect(
             if task.pad:
                 _check_alone(task, traced.values, batch, bind)
             check_keeps_targets(task, traced.values, batch, bind, couples_values)
+            arguments = state, batch, states_of(task)
+            outputs_of = operator.attrgetter("outputs")
+            mixes = mixes_values(bound, arguments, outputs_of, outputs_of(traced.values))
+            traced = traced._replace(mixes_rows=mixes)
         if traced.program is not None:
             program, arguments = traced.program, (state, batch, states_of(task))
             shapes = shapes_of(arguments)  # No arrays: it may be asked for later.

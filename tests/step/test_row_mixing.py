@@ -130,10 +130,14 @@ def make_model(**options):
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [lambda: ff.DataParallel(jax.devices()[:1]), lambda: ff.Sharded(devices=jax.devices()[:2])],
+    "options",
+    [
+        lambda: {"strategy": ff.DataParallel(jax.devices()[:1])},
+        lambda: {"strategy": ff.Sharded(devices=jax.devices()[:2])},
+        lambda: {"run_eagerly": True},
+    ],
 )
-def test_its_batches_are_neither_padded_nor_divided(strategy):
+def test_its_batches_are_neither_padded_nor_divided(options):
     graph, params = nnx.split(Centered())
 
     def loss(params, rows):
@@ -144,7 +148,7 @@ def test_its_batches_are_neither_padded_nor_divided(strategy):
         value, grads = jax.value_and_grad(loss)(params, rows)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         losses.append(value)
-    model = make_model(strategy=strategy())
+    model = make_model(**options())
     history = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
     sizes = [8, 8, 6]
     np.testing.assert_allclose(history["loss"], [np.average(losses, weights=sizes)], rtol=1e-6)
@@ -156,13 +160,21 @@ def test_its_batches_are_neither_padded_nor_divided(strategy):
 
 
 def test_it_is_refused_where_a_batch_is_divided():
-    parts = make_model(accumulate=2, strategy=ff.DataParallel(jax.devices()[:1]))
-    with pytest.raises(ValueError, match="from other examples of its batch.*Use accumulate=1"):
-        parts.fit(X, Y, batch_size=8, verbose=0)
+    one = {"strategy": ff.DataParallel(jax.devices()[:1])}
+    for parts in (make_model(accumulate=2, **each) for each in (one, {"run_eagerly": True})):
+        with pytest.raises(ValueError, match="from other examples of its batch.*Use accumulate=1"):
+            parts.fit(X, Y, batch_size=8, verbose=0)
     devices = make_model(strategy=ff.DataParallel(jax.devices()[:2]))
     for call in (devices.fit, devices.evaluate, lambda x, y, **options: devices.predict(x)):
         with pytest.raises(ValueError, match=r"Use strategy=Sharded\(\), or one device"):
             call(X, Y, verbose=0)
+
+
+def test_random_masks_are_no_mixing_where_nothing_is_traced():
+    module = nn.Sequential([nn.Dense(8), nn.Dropout(0.5, deterministic=False), nn.Dense(2)])
+    model = ff.Model(module, optax.sgd(0.1), "mse", run_eagerly=True, accumulate=2)
+    model.fit(X, Y, batch_size=8, verbose=0)  # Is not refused.
+    assert model.step == 3
 
 
 def test_pad_false_holds_in_predict_too():
