@@ -1,6 +1,5 @@
 """DeviceLoader: brings the batches of a stream onto the devices, as compiled steps take them."""
 
-import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +21,10 @@ from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import PyTree
 
 _MOST_TO_COPY = 2**28  # Bytes.
-Inspect = Callable[[Batch, Batch | None], str]
-"""Validates the first batch, given all data if available; returns why padding is unsafe, or ""."""
+Inspect = Callable[[Batch, Batch | None, bool], str]
+"""Validates the first batch, given all data if available, and whether it may have to be padded.
+
+Returns why that is unsafe, or ""."""
 
 
 class DeviceLoader:
@@ -73,6 +74,7 @@ class DeviceLoader:
     def forget(self) -> None:
         """Forgets the first batch; the next one is inspected."""
         self._feed: Padder | None = None
+        self._given_feed: Padder | None = None
         self._assemble, self._assemble_given = Assembler(), Assembler()
 
     def first_batch(self) -> PyTree:
@@ -93,9 +95,9 @@ class DeviceLoader:
         if self._feed is None:
             fetched = self.cursor.peek() if self.cursor.has_data else []
             self._inspect_first(self.cursor.examples(fetched[0]) if fetched else batch, inspect)
-        return self._assemble_given([batch], self._given_portion)
+        return self._assemble_given([batch], lambda item: self._given_portion(item, inspect))
 
-    def _given_portion(self, item: PyTree) -> Portion:
+    def _given_portion(self, item: PyTree, inspect: Inspect) -> Portion:
         batch, shapes = normalize(item, is_whole=self._is_whole), self.shapes
         is_by_output = shapes is not None and isinstance(shapes.weights, Mapping)
         if isinstance(batch.weights, Mapping) != is_by_output:
@@ -105,6 +107,12 @@ class DeviceLoader:
             )
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch.weights)):
             check_weights_of(batch, "This batch")  # To read others would wait for the devices.
+        if self._given_feed is None:
+            # These may have any size: they are padded no further than to divide, or narrowed.
+            why_not = self._why_not if self._may_pad else inspect(batch, None, True)
+            self._given_feed = self._make(
+                why_not, size=sys.maxsize if why_not else 1, is_own=self._strategy.n_processes > 1
+            )
         return self._given_feed(batch)
 
     def example(self, n: int | None, inspect: Inspect) -> Batch:
@@ -174,30 +182,32 @@ class DeviceLoader:
         whole = cursor.whole()
         data = None if whole is None else normalize(whole)
         self._place(_rounded(data, stream.batch_size) if cursor.gathers and data else None)
-        why_not = inspect(batch, data)
         # A first batch that is smaller than those of the stream is a remainder already.
         size = n_examples(batch)
         if not is_own:
             size = max(size, getattr(stream, "batch_size", 0))
         n = self.batch_size = self.batch_size or size
-        make = functools.partial(
-            Padder,
-            self._strategy,
-            why_not=why_not,
-            parts=self._parts,
-            is_mixed=self._is_mixed,
-            is_whole=self._is_whole,
-        )
-        self._remainder_feed = make(pad=False, size=n)
-        # Given batches may have any size: they are padded no further than to divide, or narrowed.
-        given_size = sys.maxsize if why_not else 1
-        is_divided = self._strategy.n_processes > 1
-        self._given_feed = make(pad=not why_not, size=given_size, is_own=is_divided)
         # If no batch can differ from the first one, all do without weights of 1. A subclass of the
         # user's own may change the arrays.
         is_plain = type(stream) is ArrayStream
         is_even = is_plain and stream.is_even and n == stream.batch_size
-        return make(pad=not why_not, size=n, is_own=is_own, is_even=is_even, say=self._say)
+        n_shares = self._strategy.n_devices * self._parts
+        self._may_pad = not is_even or n % n_shares > 0
+        why_not = self._why_not = inspect(batch, data, self._may_pad)
+        self._may_pad |= bool(why_not)  # It is known already why not.
+        self._remainder_feed = self._make(why_not or "it is a remainder", size=n)
+        return self._make(why_not, size=n, is_own=is_own, is_even=is_even, say=self._say)
+
+    def _make(self, why_not: str, **options: Any) -> Padder:
+        return Padder(
+            self._strategy,
+            pad=not why_not,
+            why_not=why_not,
+            parts=self._parts,
+            is_mixed=self._is_mixed,
+            is_whole=self._is_whole,
+            **options,
+        )
 
     def _place(self, data: Batch | None) -> None:
         """Places the data that batches are gathered from on the devices."""

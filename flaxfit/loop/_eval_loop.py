@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from flaxfit.data import as_stream, one_pass
-from flaxfit.data._batch import Batch, normalize
+from flaxfit.data._batch import Batch, n_examples, normalize
 from flaxfit.data._stream import pass_length
 from flaxfit.loop._collected_rows import CollectedRows, check_bounds, of_rows
 from flaxfit.loop._consistency import Consistency
+from flaxfit.loop._division import examine
 from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import Padder, check_undivided, may_be_whole, why_not_pad
+from flaxfit.loop._padding import Padder, may_be_whole
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import averaged
@@ -28,6 +29,7 @@ from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._validate import inspect
 from flaxfit.strategies import DataParallel, Strategy
 from flaxfit.task._companions import are_same
+from flaxfit.task._one_for_all import for_all_outputs
 from flaxfit.task._task import EvalTask
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._context_mesh import without_mesh
@@ -107,6 +109,7 @@ class EvalLoop:
     def _forget(self) -> None:
         self._programs: dict[Hashable, Function] = {}
         self._traced: dict[Hashable, PyTree] = {}
+        self._divided: dict[Hashable, str] = {}
         self._once = TracedOnce()
         self._placed: PlacedCompanions | None = None
 
@@ -303,9 +306,15 @@ class EvalLoop:
             check_bounds(self._collecting, whole)
         traced = inspect(self._once(self.task), state, batch, whole, bind, self._traced)
         result = traced.shapes
-        if traced.mixes_rows:
-            check_undivided(self.strategy, traced.names_axis)
-        why_not = why_not_pad(self.task, result.values, result.penalty, traced.mixes_rows)
+        why_not = examine(
+            for_all_outputs(self._once(self.task), result.outputs, batch),
+            self.strategy,
+            state,
+            batch,
+            result,
+            self._divided,
+            may_pad=batches.may_be_uneven(n_examples(batch)),
+        )
         feed = batches.padder(pad=not why_not, why_not=why_not)
         return feed, {k: each for k, each in result.sums.items() if k not in self._collecting}
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable, Iterable
 import jax
 
 from flaxfit.data._batch import Batch
-from flaxfit.loop._padding import Portion, check_undivided, why_not_pad
+from flaxfit.loop._division import examine
+from flaxfit.loop._padding import Portion
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._scan import make_step
@@ -15,6 +16,7 @@ from flaxfit.step._train_step import more_sums
 from flaxfit.step._validate import Traced, inspect, inspect_step, trace
 from flaxfit.step._wide_products import why_wide
 from flaxfit.strategies import Strategy
+from flaxfit.task._one_for_all import for_all_outputs
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import Sums
@@ -35,6 +37,7 @@ class Inspection:
         self.once = TracedOnce()
         """Makes a task whose model is traced once, for the inspection and for all programs."""
         self._traced: dict[Hashable, Traced] = {}
+        self._divided: dict[Hashable, str] = {}
         self._said: set[str] = set()
         # XLA has its fast convolutions of a CPU outside of loops only. Virtual replicas and
         # microbatches are loops themselves.
@@ -51,7 +54,7 @@ class Inspection:
 
     def forget(self) -> None:
         """Forgets what was traced."""
-        self._traced, self._is_slow = {}, {}
+        self._traced, self._divided, self._is_slow = {}, {}, {}
         self.once.forget()
 
     def __call__(
@@ -63,8 +66,9 @@ class Inspection:
         *,
         grad_norm: bool,
         is_resumed: bool,
+        may_pad: bool,
     ) -> tuple[Sums, str]:
-        """Validates a first batch, or all data if it is available.
+        """Validates a first batch, or all data if it is available; it may have to be padded.
 
         Returns the shapes and dtypes of the sums of a step, and why padding is unsafe, or "".
         """
@@ -85,15 +89,10 @@ class Inspection:
             if "products" not in self._said:
                 self._say_once("products", why_wide(task, state, batch, self._bind))
             sums = result.sums | more_sums(task, result, grad_norm=grad_norm)
-            has_statistics = bool(
-                jax.tree.leaves(state.model_state) and task.mutable not in (False, (), [])
+            given = for_all_outputs(task, result.outputs, batch)
+            why_not = examine(
+                given, self._strategy, state, batch, result, self._divided, may_pad=may_pad
             )
-            mixes_rows = traced.mixes_rows and not has_statistics
-            if mixes_rows:
-                check_undivided(self._strategy, traced.names_axis, task.accumulate)
-            why_not = why_not_pad(task, result.values, result.penalty, mixes_rows)
-            if not why_not and has_statistics:
-                why_not = "the model keeps statistics of its inputs, such as BatchNorm's"
             # The gradient takes twice as much again, and an optimizer some for each parameter.
             n_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
             self.work = 3 * traced.n_operations + 20 * n_params * self._n_devices

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from flaxfit.data import ArrayStream
 from flaxfit.data._batch import Batch, n_examples, normalize
 from flaxfit.data._roles import NO_ROLES
 from flaxfit.data._sample_weights import times
@@ -116,6 +117,11 @@ class LocalBatches:
         """Returns all examples as one batch, or None if the stream cannot."""
         whole = self._stream.whole() if hasattr(self._stream, "whole") else None
         return None if whole is None else self._form(whole)
+
+    def may_be_uneven(self, n: int) -> bool:
+        """Whether a batch may differ in size from the first, of `n` examples, or not divide."""
+        is_even = type(self._stream) is ArrayStream and self._stream.is_even
+        return not is_even or n != self.batch_size or n % self._strategy.n_devices > 0
 
     def padder(self, *, pad: bool = True, why_not: str = "") -> Padder:
         """Returns a padder of the batches, made with these arguments."""

@@ -14,8 +14,6 @@ from flaxfit.strategies import Strategy
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import Array, ArrayLike, PyTree
 
-MIXES = "the model computes outputs from several examples of the batch"
-
 
 class Portion(NamedTuple):
     """A batch ready for a compiled step."""
@@ -132,46 +130,6 @@ class Padder:
                 "with rows of weight 0 (loss, gradients and metrics stay exact)"
             )
         self._has_announced = True
-
-
-def why_not_pad(
-    task: TrainTask | EvalTask, values: Array | None, penalty: PyTree, mixes_rows: bool
-) -> str:
-    """Why rows of weight 0 would change the loss of these values; "" if they would not.
-
-    A penalty, None if there is none, may depend on all rows alike, and so may the outputs of a
-    model that mixes rows.
-    """
-    if mixes_rows:
-        return MIXES
-    if task.across is not None:
-        return "the loss sees the whole batch"
-    if not task.pad:
-        return "the task has pad=False"
-    if values is not None and not values.ndim:
-        return "the loss returns a scalar, not one value per example"
-    if penalty is not None:
-        return "the penalty that is added to the loss is one number for the batch"
-    return ""
-
-
-def check_undivided(strategy: Strategy, names_axis: Callable[[], bool], parts: int = 1) -> None:
-    """Checks that every replica and part computes a whole batch, for a model that mixes rows.
-
-    One that `names_axis`, that of the replicas, may be divided over these.
-
-    Raises:
-      ValueError: a batch is divided.
-    """
-    is_mapped = strategy.axis_name is not None or strategy.virtual_replicas is not None
-    is_divided = is_mapped and strategy.n_devices > 1
-    if parts > 1 or is_divided and not names_axis():
-        advice = "accumulate=1" if parts > 1 else "strategy=Sharded(), or one device"
-        raise ValueError(
-            "The model computes an output of an example from other examples of its batch, such as "
-            "their mean, and would see a part of the batch at a time here: its results would "
-            f"differ. Use {advice}. This does not concern BatchNorm with running statistics."
-        )
 
 
 def may_be_whole(task: TrainTask | EvalTask, strategy: Strategy) -> bool:

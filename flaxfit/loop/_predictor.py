@@ -12,12 +12,14 @@ import numpy as np
 from flaxfit.data import one_pass
 from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
 from flaxfit.data._stream import pass_length
+from flaxfit.loop._division import MIXES, Division
 from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import MIXES, Padder, check_undivided, may_be_whole
+from flaxfit.loop._padding import Padder, may_be_whole
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
-from flaxfit.step._row_mixing import mixes_rows, mixes_values, names_axis
+from flaxfit.step._passes import MODEL
 from flaxfit.step._traced_once import TracedOnce
+from flaxfit.step._trial import Pass
 from flaxfit.step._validate import streams_explained, trace
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import EvalTask
@@ -42,7 +44,7 @@ class Predictor:
             make_predict_step, TracedOnce()(task).apply, precision=task.precision, rngs=task.rngs
         )
         self._programs: dict[Hashable, Function] = {}
-        self._traced: dict[Hashable, bool] = {}
+        self._checked: dict[Hashable, str] = {}
 
     @debugging_explained()
     @without_mesh()
@@ -95,35 +97,36 @@ class Predictor:
           arguments: the state, the position in the data if there are random streams, the batch.
         """
         if key not in self._programs:
-            self.mixes_rows(strategy, arguments[0], batch)
+            self.check(strategy, arguments[0], batch, may_pad=False)
             self._programs[key] = self._compile(strategy, arguments)
         return self._programs[key](*arguments)
 
-    def mixes_rows(self, strategy: Strategy, state: PyTree, batch: Batch) -> bool:
-        """Whether the model computes an output from several rows of a batch.
+    def check(self, strategy: Strategy, state: PyTree, batch: Batch, *, may_pad: bool) -> str:
+        """Validates the model on a batch; returns why padding, if it may be needed, is unsafe.
 
         Raises:
-          ValueError: it would see a part of these rows, or returns no row for each example.
+          ValueError: it combines rows, and would see a part of them, or returns no row for each
+            example.
         """
-        key = structure_of((state, batch.inputs))
-        if key not in self._traced:
+        key = (structure_of((state, batch.inputs)), strategy, may_pad)
+        if key not in self._checked:
             with (
                 calls_explained(batch.inputs),
                 tracers_explained(),
                 streams_explained("Model(..., eval_rngs=...)", self.task.rngs),
             ):
-                predict, arguments = strategy.bind(self._make()), (state, batch)
-                traced = trace(predict, *arguments)
-            result, program = traced.shapes, traced.program
-            _check_rows(result, n_examples(batch) if has_rows(batch) else None)
-            if program is None:  # It was run.
-                mixes = mixes_values(predict, arguments, lambda found: found, traced.values)
-            else:
-                mixes = mixes_rows(program, arguments, result, result)
-            if mixes:
-                check_undivided(strategy, lambda: names_axis(self._make(), state, batch))
-            self._traced[key] = mixes
-        return self._traced[key]
+                traced = trace(strategy.bind(self._make()), state, batch)
+            _check_rows(traced.shapes, n_examples(batch) if has_rows(batch) else None)
+            division, mixed = Division(strategy, self._pass), ""
+            if division.text or may_pad:
+                mixed, changed = division.find(state, batch, ())
+                division.check(changed)
+            self._checked[key] = MIXES if mixed else ""
+        return self._checked[key]
+
+    def _pass(self, state: PyTree, batch: Batch, states: PyTree, seed: PyTree) -> Pass:
+        position = (seed,) if self.task.rngs else ()
+        return Pass({MODEL: self._make()(state, batch, *position)})
 
     def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
         step = self._make(axis_name=strategy.axis_name, virtual_replicas=strategy.virtual_replicas)
@@ -205,9 +208,12 @@ class Predictions(Iterator[tuple[Batch, Any]]):
     def _padder(self, item: PyTree) -> Padder:
         """Makes the padder for batches like this first one."""
         task, padder = self._predictor.task, self._batches.padder()
-        batch = padder(self._batches.examples(item)).batch
-        if self._predictor.mixes_rows(self._strategy, self._state, batch):
-            return self._batches.padder(pad=False, why_not=MIXES)
+        examples = self._batches.examples(item)
+        batch = padder(examples).batch._replace(targets=(), weights=None)
+        may_pad = self._batches.may_be_uneven(n_examples(examples))
+        why_not = self._predictor.check(self._strategy, self._state, batch, may_pad=may_pad)
+        if why_not:
+            return self._batches.padder(pad=False, why_not=why_not)
         # Rows that only the loss combines (`across`) do not depend on one another here.
         if not task.pad and task.across is None:
             return self._batches.padder(pad=False, why_not="the task has pad=False")

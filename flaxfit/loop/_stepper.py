@@ -249,8 +249,8 @@ class Stepper:
             items = items[:1]
         return self.loader.load(items, self.inspect) if items else None
 
-    def inspect(self, batch: Batch, data: Batch | None) -> str:
-        """Validates the first batch; returns why padding is unsafe, or ""."""
+    def inspect(self, batch: Batch, data: Batch | None, may_pad: bool) -> str:
+        """Validates the first batch; returns why padding, if it may be needed, is unsafe, or ""."""
         sums, why_not = self.inspection(
             self.task,
             self.state,
@@ -258,6 +258,7 @@ class Stepper:
             data,
             grad_norm=self.options["grad_norm"],
             is_resumed=self.cursor.is_resumed,
+            may_pad=may_pad,
         )
         if self.tally.expect(sums):
             self._say("the metrics changed in the middle of their span: the count starts over")

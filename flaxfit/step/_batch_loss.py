@@ -11,7 +11,6 @@ from flaxfit import losses
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.data._sample_weights import without_idle_rows
 from flaxfit.losses._checks import in_range
-from flaxfit.step._broadcasting import couples_rows
 from flaxfit.step._jaxpr import names_axis
 from flaxfit.step._replicas import AnyReplicas, VirtualReplicas
 from flaxfit.task._multi_output import LossByOutput, weight_of
@@ -60,7 +59,7 @@ def loss_of(
     n = n_examples(batch)
     result = _evaluate_loss(task, outputs, batch.targets, n)
     divided = how_divided(replicas, n_parts)
-    reason = divided and _why_whole(task.loss, result, outputs, batch.targets)
+    reason = divided and _why_whole(task, result, outputs, batch.targets, n_parts, replicas)
     if divided and not reason and task.across is not None:
         reason = "it is declared to compare the examples of a batch"
     if not reason:
@@ -100,27 +99,6 @@ def _way_out(task: TrainTask | EvalTask) -> str:
     )
 
 
-def check_metrics(
-    task: TrainTask | EvalTask,
-    outputs: Outputs,
-    targets: PyTree,
-    replicas: AnyReplicas,
-    *,
-    n_parts: int = 1,
-) -> None:
-    """Checks that no metric compares examples with others that are computed elsewhere."""
-    divided = how_divided(replicas, n_parts)
-    if task.pad or not divided:  # Where batches may be padded, such a metric was refused.
-        return
-    for name, metric in metrics_by_row(task):
-        if couples_rows(metric, outputs, targets) and not sees_replicas(metric, outputs, targets):
-            raise ValueError(
-                f"Cannot measure {name!r} with {divided}: the value of an example depends on the "
-                "other examples of the batch, and each part would be measured by itself. Use one "
-                "device, or strategy=Sharded(), without accumulate and virtual_replicas."
-            )
-
-
 def losses_by_row(
     loss: Any, outputs: Outputs, targets: PyTree
 ) -> Iterator[tuple[str, Function, Outputs, Outputs]]:
@@ -143,16 +121,32 @@ def metrics_by_row(task: TrainTask | EvalTask) -> Iterator[tuple[str, Function]]
             yield name, metric.values
 
 
-def _why_whole(loss: Any, result: LossResult, outputs: Outputs, targets: PyTree) -> str:
-    """Why the loss of a batch cannot be computed from its parts; "" if it can."""
+def _why_whole(
+    task: TrainTask | EvalTask,
+    result: LossResult,
+    outputs: Outputs,
+    targets: PyTree,
+    n_parts: int,
+    replicas: AnyReplicas,
+) -> str:
+    """Why the loss of a batch is not computed from its parts; "" if it is."""
     if result.values.ndim == 0:
         return "it is a scalar"
     if result.penalty is not None:
         return "its penalty is one number for the whole batch"
-    each = losses_by_row(loss, outputs, targets)
-    if any(couples_rows(one, *arguments) for _, one, *arguments in each):
-        return "the value of an example depends on the other examples of the batch"
+    may_compare = not task.pad and bool([*losses_by_row(task.loss, outputs, targets)])
+    if may_compare and not is_tried(task, replicas, n_parts):
+        return "the value of an example may depend on the other examples of the batch"
     return ""
+
+
+def is_tried(task: TrainTask | EvalTask, replicas: AnyReplicas, n_parts: int) -> bool:
+    """Whether the loss of a divided batch is checked to keep the examples apart.
+
+    Else it receives the outputs of all replicas where batches are not padded.
+    """
+    is_apart = isinstance(replicas, VirtualReplicas) or n_parts > 1
+    return task.pad or is_apart or isinstance(task.loss, LossByOutput)
 
 
 def sees_replicas(function: Function, outputs: Outputs, targets: PyTree) -> bool:

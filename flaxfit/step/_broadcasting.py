@@ -1,20 +1,25 @@
 """Checks that a loss or a metric treats the rows of a batch one by one."""
 
 import itertools
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from flaxfit.step._row_coupling import mixes_rows, numbers, pairs_rows, picks_in_order
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.step._jaxpr import parts_of
+from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 # Two sizes that no other dimension has: rows that are compared one by one must agree in number.
 _NUMBERS = _N_OUTPUTS, _N_TARGETS = 10007, 10009
-# Primes, to recognise the axis of rows by its size; small, as a loss may make an n x n array.
-_N_ROWS = (1009, 1013, 1019, 1021)
+_Makers: TypeAlias = Mapping[Var, JaxprEqn | ArrayLike]
+# Primitives that return what a program in them returns, in the same order.
+_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "cond"} | {
+    f"custom_{kind}_call{end}" for kind in ("jvp", "vjp") for end in ("", "_jaxpr")
+}
+# Primitives that keep a number where it is, and which operand holds it.
+_IN_PLACE = {"broadcast_in_dim": 0, "reshape": 0, "convert_element_type": 0, "select_n": 1}
 
 
 def check_by_row(
@@ -34,69 +39,6 @@ def check_by_row(
         )
 
 
-def couples_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:
-    """Whether a value of `function(*outputs, *targets)` depends on other rows, or their number.
-
-    The batch axis is recognized by its size, a prime. A program couples rows where it reduces,
-    sorts or reorders along that axis, or pairs it with itself; a scalar does so by its nature. One
-    with other numbers for another size, such as a divisor, depends on that. Of a pair of results,
-    the first is examined. In the debug mode, where nothing is traced, see `couples_values`.
-    """
-    if jax.config.jax_disable_jit:
-        return couples_values(function, outputs, targets)
-    shapes = [leaf.shape for leaf in jax.tree.leaves((outputs, targets)) if leaf.shape]
-    sizes = {size for shape in shapes for size in shape}
-    fit = [n for n in _N_ROWS if not any(size and size % n == 0 for size in sizes)]
-    primes = (*fit, *_N_ROWS)[:2]
-    # A function that divides its rows, for example into pairs, needs multiples of this batch.
-    multiples = [n * shapes[0][0] for n in primes] if shapes else primes
-
-    def program(n: int) -> Jaxpr:
-        return jax.make_jaxpr(_first_of(function))(*_resized(outputs, n), *_resized(targets, n))
-
-    for n, another in primes, multiples:
-        try:
-            one, other = program(n), program(another)
-        except Exception:  # It takes other batch sizes only.
-            continue
-        return mixes_rows(one, n) or numbers(one) != numbers(other)
-    return False  # It takes one batch size only; dividing a batch then fails by itself.
-
-
-def couples_values(function: Function, outputs: PyTree, targets: PyTree) -> bool:
-    """As `couples_rows`, by trial: whether a value changes where the last row is left out.
-
-    What is traced, as under a gradient, has no values to compare, and is not examined.
-    """
-    arguments = outputs, targets
-    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(arguments)):
-        return False
-    fewer = jax.tree.map(lambda x: x[:-1] if jnp.ndim(x) else x, arguments)
-    values = _first_of(function)
-    try:
-        whole, rest = (jax.tree.leaves(values(*each[0], *each[1])) for each in (arguments, fewer))
-        return any(map(_differs, whole, rest))
-    except Exception:  # It takes one batch size only; dividing a batch then fails by itself.
-        return False
-
-
-def _differs(whole: jax.Array, rest: jax.Array) -> bool:
-    """Whether an array differs from that without the last row in another row."""
-    a, b = (np.asarray(x, np.float64) for x in (whole, rest))
-    a = a[:-1] if a.ndim else a
-    return a.shape == b.shape and a.size > 0 and not np.allclose(a, b, 1e-3, 1e-6, equal_nan=True)
-
-
-def _first_of(function: Function) -> Function:
-    """A function with the first of its results, where these are a tuple."""
-
-    def first(*arguments: PyTree) -> PyTree:
-        result = function(*arguments)
-        return result[0] if isinstance(result, tuple) else result
-
-    return first
-
-
 def check_sums(name: str, measure: Function, outputs: PyTree, targets: PyTree) -> None:
     """Checks that the sums of a metric have the same shapes whatever the size of the batch.
 
@@ -109,7 +51,7 @@ def check_sums(name: str, measure: Function, outputs: PyTree, targets: PyTree) -
         return jax.tree.map(lambda leaf: leaf.shape, sums)
 
     try:
-        small, large = map(shapes_for, _N_ROWS[:2])
+        small, large = map(shapes_for, _NUMBERS)
     except Exception:  # It takes one batch size only.
         return
     if small != large:
@@ -145,3 +87,103 @@ def _resized(tree: PyTree, n: int) -> PyTree:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]) if x.shape else (), x.dtype), tree
     )
+
+
+class _Needed(NamedTuple):
+    """An equation of a jaxpr that the results depend on."""
+
+    equation: JaxprEqn
+    results: list[Var]
+    """Those that are needed."""
+    makers: _Makers
+    """The equations of the same program by what they result in, and the values of constants."""
+
+
+def _needed(program: Jaxpr, wanted: list[bool]) -> Iterator[_Needed]:
+    """The equations that the wanted results depend on, those of inner programs included."""
+    constants = {}
+    if hasattr(program, "jaxpr"):
+        constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+        program = program.jaxpr
+    makers = constants | {v: each for each in program.eqns for v in each.outvars}
+    chosen = [v for v, is_wanted in zip(program.outvars, wanted, strict=True) if is_wanted]
+    needed = {v for v in chosen if not isinstance(v, Literal)}
+    for equation in reversed(program.eqns):
+        is_needed = [v in needed for v in equation.outvars]
+        if not any(is_needed):
+            continue
+        needed |= {v for v in equation.invars if not isinstance(v, Literal)}
+        yield _Needed(equation, [v for v in equation.outvars if v in needed], makers)
+        condition = equation.params.get("cond_jaxpr")  # Of a loop, which it only ends.
+        for inner in parts_of(equation):
+            if inner is condition:
+                continue
+            n_results = len(getattr(inner, "jaxpr", inner).outvars)
+            is_call = equation.primitive.name in _CALLS and n_results == len(is_needed)
+            yield from _needed(inner, is_needed if is_call else [True] * n_results)
+
+
+def picks_in_order(program: Jaxpr, n: int, count: int) -> bool:
+    """Whether the rows 0, 1, ... `count - 1` of an array with `n` are read or set by index."""
+    return any(
+        _rows_by_index(each.equation, n) and _in_order(each, n, count)
+        for each in _needed(program, [True] * len(program.jaxpr.outvars))
+        if _is_by_index(each.equation)
+    )
+
+
+def pairs_rows(program: Jaxpr, n: int, count: int) -> bool:
+    """Whether a closed jaxpr makes an array with axes of both numbers of rows."""
+    return any(
+        _axes(v, n) and _axes(v, count)
+        for each in _needed(program, [True] * len(program.jaxpr.outvars))
+        for v in each.results
+    )
+
+
+def _is_by_index(equation: JaxprEqn) -> bool:
+    """Whether this is a gather or a scatter."""
+    return equation.primitive.name.partition("-")[0] in ("gather", "scatter")
+
+
+def _in_order(needed: _Needed, n: int, count: int) -> bool:
+    """Whether rows are read or set by the numbers 0, 1, ... `count - 1`, if by any."""
+    indices = needed.equation.invars[1]
+    return all(
+        _counts_rows(indices, column, needed.makers, size // n * count)
+        for column, size in _rows_by_index(needed.equation, n)
+    )
+
+
+def _rows_by_index(equation: JaxprEqn, n: int) -> list[tuple[int, int]]:
+    """The columns of the indices that number rows, and how many of these the array has."""
+    array, numbers = equation.invars[0], equation.params["dimension_numbers"]
+    is_read = equation.primitive.name == "gather"
+    columns = numbers.start_index_map if is_read else numbers.scatter_dims_to_operand_dims
+    return [
+        (columns.index(axis), _shape(array)[axis]) for axis in _axes(array, n) if axis in columns
+    ]
+
+
+def _counts_rows(indices: Var | Literal, column: int, makers: _Makers, n: int) -> bool:
+    """Whether a column of indices holds 0, 1, ... `n - 1`."""
+    maker = None if isinstance(indices, Literal) else makers.get(indices)
+    if maker is None or not hasattr(maker, "primitive"):
+        return maker is not None and np.array_equal(np.ravel(maker), np.arange(n))
+    name = maker.primitive.name
+    if name == "iota":
+        return maker.params["shape"][maker.params["dimension"]] == n
+    if name == "concatenate":
+        # Each operand is a column.
+        return len(maker.invars) > column and _counts_rows(maker.invars[column], 0, makers, n)
+    place = _IN_PLACE.get(name)
+    return place is not None and _counts_rows(maker.invars[place], column, makers, n)
+
+
+def _axes(variable: Var | Literal, n: int) -> list[int]:
+    """The axes of rows of a variable; several rows may be joined in one axis."""
+    return [axis for axis, size in enumerate(_shape(variable)) if size and size % n == 0]
+
+
+def _shape(variable: Var | Literal) -> tuple[int, ...]:
+    return getattr(variable.aval, "shape", ())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
-from flaxfit.step._batch_loss import LossResult, check_metrics, loss_of
+from flaxfit.step._batch_loss import LossResult, loss_of
 from flaxfit.step._model_call import as_outputs
 from flaxfit.step._replicas import AnyReplicas
 from flaxfit.task._label_counts import count_weights, valid_weights
@@ -37,6 +37,8 @@ class ForwardPass(NamedTuple):
     """The weights that the loss returned with its values; None if it does not."""
     penalty: PyTree = None
     """The sum of the penalty of the loss and the model's `losses`; None if there is neither."""
+    sown: PyTree = None
+    """The part of the penalty that the model has added."""
     model_state: PyTree = ()
     not_added: Mapping[str, tuple[()]] = {}
     """The collections whose values may be terms of the loss, and are not added to it."""
@@ -76,7 +78,6 @@ def compare(
         result = result._replace(weights=valid_weights(result.weights))
         sums["loss"] = sums_of_loss(task.loss, result, weights, outputs, replaced)
         sums |= labels_out_of_range(task.loss, weights, outputs, batch.targets)
-    check_metrics(task, outputs, batch.targets, replicas, n_parts=n_parts)
     # No gradient of the metrics is asked for: where nothing is compiled, they see plain arrays.
     measured = jax.lax.stop_gradient(outputs) if is_training else outputs
     for name, metric in task.metrics.items():

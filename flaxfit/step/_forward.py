@@ -37,9 +37,9 @@ def forward(
     replicas: AnyReplicas = _ALONE,
 ) -> ForwardPass:
     """Applies the model in training, and the loss and the metrics to its outputs."""
-    n_parts = task.accumulate if task.across is None else 1
     if task.objective is not None:
-        return objective_pass(task, state, batch, key, replicas, n_parts)
+        return objective_pass(task, state, batch, key)
+    n_parts = task.accumulate if task.across is None else 1
     params, model_state = state.params, state.model_state
     outputs, updates = apply_model(task, params, model_state, batch, rngs_of(task.rngs, key))
 
@@ -57,6 +57,7 @@ def forward(
     )
     return result._replace(
         penalty=sum_of_penalties(result.penalty, updates),
+        sown=sum_of_penalties(None, updates),
         model_state=updated_state(model_state, updates),
         not_added=not_added(updates, model_state),
     )
@@ -105,7 +106,8 @@ def forward_eval(
     if penalty is not None:
         n = jnp.asarray(n_examples(batch), jnp.float32)
         sums = sums | {"penalty": (n * penalty, n)}
-    return result._replace(penalty=penalty, sums=with_penalty(task, sums))
+    sown = sum_of_penalties(None, updates)
+    return result._replace(penalty=penalty, sown=sown, sums=with_penalty(task, sums))
 
 
 def _adds_losses(task: EvalTask) -> bool:

@@ -15,7 +15,6 @@ from flaxfit.step._batch_loss import LossResult
 from flaxfit.step._companions import functions_of
 from flaxfit.step._compare import ForwardPass, compare, sums_of_loss, weights_of
 from flaxfit.step._model_call import apply_model, not_added, sum_of_penalties, updated_state
-from flaxfit.step._objective_checks import check_by_example, replayed
 from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas
@@ -119,8 +118,6 @@ def objective_pass(
     state: TrainState,
     batch: Batch,
     key: jax.Array,
-    replicas: AnyReplicas,
-    n_parts: int,
 ) -> ForwardPass:
     """Computes the objective of a task, which calls the model in training."""
 
@@ -132,12 +129,14 @@ def objective_pass(
     average = merge(state.opt_state.average, params) if takes_ema(task) else params
     keys = functools.partial(_rngs_of_call, task.rngs, key)
     calls = Calls(run, (params, average), model_state, keys)
-    result = _objective_sums(task, calls, batch, rngs_of(task.rngs, key), replicas, n_parts)
+    result = _objective_sums(task, calls, batch, rngs_of(task.rngs, key))
     penalties = [sum_of_penalties(None, updates) for updates in calls.updates]
     penalties = [penalty for penalty in penalties if penalty is not None]
     names = {name for updates in calls.updates for name in updates}
+    sown = sum(penalties) if penalties else None
     return result._replace(
-        penalty=sum(penalties) if penalties else None,
+        penalty=sown,
+        sown=sown,
         model_state=calls.model_state,
         not_added=not_added(names, model_state),
     )
@@ -160,7 +159,7 @@ def objective_measured(
 
     # The weights that are measured are one set: here they are the average as well.
     calls = Calls(run, ((), ()), (), functools.partial(_rngs_of_call, task.rngs, key))
-    result = _objective_sums(task, calls, batch, options.get("rngs", {}), replicas, 1)
+    result = _objective_sums(task, calls, batch, options.get("rngs", {}))
     if not task.metrics:
         return result
     outputs = call(apply, state.variables, batch.inputs, **options)
@@ -169,12 +168,7 @@ def objective_measured(
 
 
 def _objective_sums(
-    task: TrainTask | EvalTask,
-    calls: Calls,
-    batch: Batch,
-    rngs: Rngs,
-    replicas: AnyReplicas,
-    n_parts: int,
+    task: TrainTask | EvalTask, calls: Calls, batch: Batch, rngs: Rngs
 ) -> ForwardPass:
     """Calls the objective of a task; returns its values, and the sums of these and of its aux."""
     batch = batch._replace(targets=in_float32(batch.targets))
@@ -193,19 +187,36 @@ def _objective_sums(
                 option = f"eval_rngs={(*rngs, name)} of the Model, rngs= of an EvalTask, names more"
             error.add_note(f"The random streams of the objective are {streams}: {option}.")
         raise
-    outputs = tuple(calls.outputs)
     if not calls.is_called:
         raise ValueError(
             "The objective did not call the model: compute its values from apply(*batch.inputs)."
         )
-    check_by_example(task, outputs, batch, rngs, replicas, n_parts=n_parts)
     if found.weights is not None:
-        function = replayed(task, rngs)
-        check_own_weights("the objective", lambda *given: function(*given)[0], outputs, (batch,))
+        check_own_weights("the objective", _replayed(task, rngs), tuple(calls.outputs), (batch,))
     result = LossResult(found.values, valid_weights(found.weights))
     sums = {"loss": sums_of_loss(None, result, weights, (), batch), **count_weights(found.weights)}
     sums |= _sums_of_aux(found.aux, weights, result.weights)
     return ForwardPass(result.values, sums, (), result.weights)
+
+
+def _replayed(task: TrainTask | EvalTask, rngs: Rngs) -> Function:
+    """An objective as a function of what its calls, and those of companions, return, and a batch."""
+    objective: Any = task.objective
+
+    def function(*outputs_and_batch: PyTree) -> PyTree:
+        *outputs, batch = outputs_and_batch
+        left = iter(outputs)
+
+        def apply(*inputs: PyTree, **named: PyTree) -> PyTree:
+            return next(left)
+
+        def ema(*inputs: PyTree, **named: PyTree) -> PyTree:
+            return jax.lax.stop_gradient(next(left))
+
+        named = dict.fromkeys(task.companions, apply) | ({"ema": ema} if takes_ema(task) else {})
+        return objective(apply, batch, rngs, **named)
+
+    return function
 
 
 def _rngs_of_call(names: Sequence[str], key: jax.Array | None, number: int) -> Rngs:

@@ -3,8 +3,7 @@
 import contextlib
 import functools
 import math
-import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +14,15 @@ from flax.errors import InvalidRngError
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.data._sample_weights import check_weights
 from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
-from flaxfit.step._broadcasting import check_by_row, check_sums, couples_rows, couples_values
+from flaxfit.step._broadcasting import check_by_row, check_sums
 from flaxfit.step._companions import states_of, taking_states
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._forward import forward, forward_eval
 from flaxfit.step._hints import hints_of
-from flaxfit.step._idle_targets import check_keeps_targets
 from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._regression_targets import check_classes
-from flaxfit.step._row_mixing import mixes_rows, mixes_values, names_axis
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
 from flaxfit.task._no_loss import check_adds_loss
 from flaxfit.task._one_for_all import for_all_outputs
@@ -38,10 +35,6 @@ from flaxfit.tree._types import Array, Function, PyTree, Sums
 from flaxfit.tree._weights import which_count
 
 _ACROSS = " If it is meant to look across the batch, set across='batch' in the task."
-_COUPLES = (
-    "gives each example a value that depends on the other examples of its batch, or on their "
-    "number. Padding, and batches of another size, would change it."
-)
 
 
 class Traced(NamedTuple):
@@ -58,10 +51,6 @@ class Traced(NamedTuple):
     """Its jaxpr, where it was traced."""
     hints: Sequence[str] = ()
     """Sentences about probable mistakes."""
-    mixes_rows: bool = False
-    """Whether the model computes an output from several rows of the batch."""
-    names_axis: Callable[[], bool] = lambda: False
-    """Whether it names the axis of replicas, which it is traced again to find out."""
 
 
 def inspect(
@@ -117,30 +106,16 @@ def inspect(
         _check_loss(task.loss, result, batch, data)
     check_classes(task, batch)
     if key not in known:
-        if traced.values is None:  # The check traces, with sizes of no batch.
+        if traced.program is not None:
             _check_by_row(task, result, batch, bind)
-            check_keeps_targets(task, result, batch, bind, couples_rows)
             given = result.outputs, shapes_of(in_float32(batch.targets))
             if result.weights is not None and task.loss is not None:
                 check_own_weights("the loss", bind(task.loss), *given)
             for name, values in metrics_by_row(task):
                 check_own_weights(f"the metric {name!r}", bind(values), *given)
-        else:
-            if task.pad:
-                _check_alone(task, traced.values, batch, bind)
-            check_keeps_targets(task, traced.values, batch, bind, couples_values)
-            arguments = state, batch, states_of(task)
-            outputs_of = operator.attrgetter("outputs")
-            mixes = mixes_values(bound, arguments, outputs_of, outputs_of(traced.values))
-            traced = traced._replace(mixes_rows=mixes)
-        if traced.program is not None:
-            program, arguments = traced.program, (state, batch, states_of(task))
-            shapes = shapes_of(arguments)  # No arrays: it may be asked for later.
-            mixes = mixes_rows(program, arguments, result, result.outputs)
-            names = functools.partial(names_axis, taking_states(task, pass_of), *shapes)
-            traced = traced._replace(mixes_rows=mixes, names_axis=names)
             if isinstance(task, TrainTask):
-                hints = hints_of(program, arguments, result, task.loss, batch, data or batch)
+                arguments = state, batch, states_of(task)
+                hints = hints_of(traced.program, arguments, result, task.loss, batch, data or batch)
                 traced = traced._replace(hints=hints)
         known[key] = traced = traced._replace(values=None, program=None)
     return traced
@@ -257,25 +232,7 @@ def _check_by_row(
     if task.loss is not None:
         checked += losses_by_row(task.loss, outputs, targets)
     for owner, function, *arguments in checked:
-        is_scalar = function is task.loss and not result.values.ndim
-        function = bind(function)
-        check_by_row(owner, function, *arguments, advice=_ACROSS)
-        if not is_scalar and couples_rows(function, *arguments):
-            raise ValueError(f"{owner} {_COUPLES}{_ACROSS}")
-
-
-def _check_alone(
-    task: TrainTask | EvalTask, result: ForwardPass, batch: Batch, bind: Function
-) -> None:
-    """Checks, where nothing is traced, that values do not change without the last example."""
-    outputs, targets = result.outputs, in_float32(batch.targets)
-    checked = [(f"The metric {name!r}", v, outputs, targets) for name, v in metrics_by_row(task)]
-    if task.loss is not None:
-        checked += losses_by_row(task.loss, outputs, targets)
-    for owner, function, *arguments in checked:
-        is_scalar = function is task.loss and not result.values.ndim
-        if not is_scalar and couples_values(bind(function), *arguments):
-            raise ValueError(f"{owner} {_COUPLES}{_ACROSS}")
+        check_by_row(owner, bind(function), *arguments, advice=_ACROSS)
 
 
 def _measured(metric: Any, weights: Array, *outputs_and_targets: PyTree) -> Sums:

@@ -1,0 +1,302 @@
+"""Division: whether batches may be divided and padded; proved by traces, or tried on a batch."""
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+import jax
+
+from flaxfit.data._batch import Batch, has_rows, n_examples
+from flaxfit.distributed._processes import exchange
+from flaxfit.step._companions import states_of
+from flaxfit.step._compare import ForwardPass, weights_of
+from flaxfit.step._passes import (
+    MODEL,
+    OBJECTIVE,
+    comparison_of,
+    has_statistics,
+    is_blind,
+    is_proven,
+    outputs_of,
+    pass_of,
+)
+from flaxfit.step._trial import Difference, try_halves, try_rows
+from flaxfit.strategies import Strategy
+from flaxfit.task._multi_output import LossByOutput
+from flaxfit.task._task import EvalTask, TrainTask
+from flaxfit.tree._functions import runs_eagerly
+from flaxfit.tree._shapes import structure_of
+from flaxfit.tree._types import Function, PyTree
+
+MIXES = "the model computes outputs from several examples of the batch"
+
+
+def examine(
+    task: TrainTask | EvalTask,
+    strategy: Strategy,
+    state: PyTree,
+    batch: Batch,
+    result: ForwardPass,
+    known: dict[Hashable, str],
+    *,
+    may_pad: bool,
+) -> str:
+    """Checks that batches of a task may be divided as they are, and finds why not to pad them.
+
+    Args:
+      task: what to train or to measure.
+      strategy: the strategy, which may divide batches.
+      state: the state.
+      batch: the first batch.
+      result: the shapes of the results of its forward pass.
+      known: what was found before, by the shapes of state and batch; it is added to.
+      may_pad: whether a batch may have to be padded.
+
+    Returns:
+      Why rows of weight 0 would change results; "" if they would not, or none are added.
+
+    Raises:
+      ValueError: a batch is divided, or padded, and something would not be what it is for a whole
+        batch.
+    """
+    n_parts = task.accumulate if isinstance(task, TrainTask) else 1
+    why_not, is_replaced = _why_not_pad(task, state, result), _replaces_targets(task, batch)
+    # Else a loss sees the rows of all replicas.
+    is_apart = n_parts > 1 or strategy.virtual_replicas is not None
+    with_losses = task.pad or is_apart or is_replaced or isinstance(task.loss, LossByOutput)
+    division = Division(
+        strategy, pass_of(task, with_losses=with_losses), n_parts, has_statistics(task, state)
+    )
+    if not (division.text or is_replaced or may_pad and not why_not):
+        return why_not
+    key = (structure_of((state, batch)), may_pad)
+    if key in known:
+        return known[key]
+    states = states_of(task)
+    mixed, changed = division.find(state, batch, states)
+    if task.objective is None and (mixed == MODEL or is_blind(task, state)):
+        # Losses and metrics of outputs that depend on other rows may combine rows themselves.
+        given = batch._replace(inputs=division.outputs(task, state, batch, states))
+        own = division._replace(run=comparison_of(task, with_losses=with_losses))
+        compared, changed_by_loss = own.find(state, given, states)
+    else:
+        compared, changed_by_loss = mixed, changed
+    if is_replaced and compared.startswith(("The loss", OBJECTIVE)):
+        raise ValueError(_about_targets(compared, task, batch))
+    division.check(changed, pad=task.pad)
+    division.check(changed_by_loss, pad=task.pad)
+    if may_pad and not why_not and compared not in ("", MODEL):
+        raise ValueError(_about_rows(compared, division.text, n_parts, pad=task.pad))
+    known[key] = why_not or (MIXES if mixed else "")
+    return known[key]
+
+
+def _why_not_pad(task: TrainTask | EvalTask, state: PyTree, result: ForwardPass) -> str:
+    """Why rows of weight 0 would change results, by the task and the shapes of its results."""
+    if task.across is not None:
+        return "the loss sees the whole batch"
+    if not task.pad:
+        return "the task has pad=False"
+    if result.values is not None and not result.values.ndim:
+        return "the loss returns a scalar, not one value per example"
+    if result.penalty is not None:
+        return "the penalty that is added to the loss is one number for the batch"
+    is_kept = isinstance(task, TrainTask) and task.mutable not in (False, (), [])
+    if is_kept and jax.tree.leaves(state.model_state):
+        return "the model keeps statistics of its inputs, such as BatchNorm's"
+    return ""
+
+
+def _replaces_targets(task: TrainTask | EvalTask, batch: Batch) -> bool:
+    """Whether targets of weight 0 are replaced although the task allows no padding.
+
+    They may be invalid. Where batches may be padded, no loss may compare examples anyway.
+    """
+    if task.pad or batch.weights is None or not jax.tree.leaves(batch.targets):
+        return False
+    if task.objective is not None:
+        return isinstance(task, TrainTask)
+    is_by_output = isinstance(weights_of(batch, task.loss), Mapping)
+    return is_by_output or task.across is None and isinstance(task, TrainTask)
+
+
+class Division(NamedTuple):
+    """How the batches of a pass are divided."""
+
+    strategy: Strategy
+    run: Function
+    """The pass, see `pass_of`: `(state, batch, states of companions, seed) -> Pass`."""
+    n_parts: int = 1
+    """The parts that a replica computes one after the other."""
+    is_noisy: bool = False
+    """Whether the model keeps statistics of the batch, as BatchNorm does."""
+
+    @property
+    def n_replicas(self) -> int:
+        """The number of replicas that see a part of a batch only."""
+        is_mapped = self.strategy.axis_name is not None or self.strategy.virtual_replicas
+        return self.strategy.n_devices if is_mapped else 1
+
+    @property
+    def text(self) -> str:
+        """The option that divides a batch; "" if it is computed as a whole."""
+        if self.n_parts > 1:
+            return f"accumulate={self.n_parts}"
+        if self.n_replicas == 1:
+            return ""
+        virtual = self.strategy.virtual_replicas
+        return f"{self.n_replicas} devices" if virtual is None else f"virtual_replicas={virtual}"
+
+    def find(self, state: PyTree, batch: Batch, states: PyTree) -> tuple[str, Difference]:
+        """Finds what a division would change.
+
+        Returns:
+          The owner of rows that depend on other rows, or "", and what this division changes. The
+          former forbids padding; a module may reduce over the axis of replicas by itself.
+        """
+        if not has_rows(batch):
+            return "", Difference()
+        n_shares = self.n_replicas * self.n_parts
+        run, n = self.strategy.bind(self.run), max(2, -(-n_examples(batch) // n_shares))
+        factor = n_shares if n_shares > 1 else 2
+        is_eager = runs_eagerly(run)
+        found: tuple[str, Difference] = "", Difference()
+        if is_eager or not is_proven(run, state, batch, states, n, factor):
+            found = self._tried(run if is_eager else jax.jit(run), self._own(state), batch, states)
+        if self.strategy.n_processes > 1:
+            told = exchange("whether a batch may be divided", [found[0], *found[1]])
+            first = next((each for each in told if any(each)), told[0])
+            found = first[0], Difference(*first[1:])
+        return found
+
+    def outputs(
+        self, task: TrainTask | EvalTask, state: PyTree, batch: Batch, states: PyTree
+    ) -> tuple[PyTree, ...]:
+        """The outputs of the model for a batch."""
+
+        def run(state: PyTree, batch: Batch, states: PyTree) -> PyTree:
+            return outputs_of(task, state, batch, states)
+
+        return self.strategy.bind(run)(self._own(state), batch, states)
+
+    def _tried(
+        self, run: Function, state: PyTree, batch: Batch, states: PyTree
+    ) -> tuple[str, Difference]:
+        def one(state: PyTree, batch: Batch, seed: int) -> PyTree:
+            return run(state, batch, states, seed)
+
+        mixed = try_rows(one, state, batch)
+        halves = Difference()
+        if not mixed:
+            halves = try_halves(one, state, batch, is_noisy=self.is_noisy)
+        changed = halves._replace(rows=mixed or halves.rows)
+        mixed = changed.rows
+        axis = self.strategy.axis_name
+        if any(changed) and axis is not None and self.n_parts == 1:
+            mapped = jax.jit(jax.vmap(self.run, (None, 0, None, None), axis_name=axis))
+
+            def together(state: PyTree, halves: Batch, seed: int) -> PyTree:
+                return mapped(state, halves, states, seed)
+
+            again = try_halves(one, state, batch, together=together, is_noisy=self.is_noisy)
+            changed = again if not any(again) else changed
+        if self.n_parts > 1 and not mixed:
+
+            def continued(state: PyTree, model_state: PyTree) -> PyTree:
+                return state.replace(model_state={**state.model_state, **model_state})
+
+            chain = try_halves(one, state, batch, continued=continued, is_noisy=self.is_noisy)
+            state_of_replicas = changed.state if self.n_replicas > 1 else ""
+            changed = changed._replace(state=state_of_replicas, chained=chain.chained)
+        return mixed, changed
+
+    def _own(self, state: PyTree) -> PyTree:
+        """The state as arrays of this process: of replicas the first, else of all devices."""
+
+        def own(x: PyTree) -> PyTree:
+            is_copied = isinstance(x, jax.Array) and x.is_fully_replicated
+            return x.addressable_data(0) if is_copied and len(x.sharding.device_set) > 1 else x
+
+        state = jax.tree.map(own, state)
+        leaves = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+        is_here = all(x.is_fully_addressable for x in leaves)
+        return state if is_here else self.strategy.collect(state)
+
+    def check(self, changed: Difference, *, pad: bool = True) -> None:
+        """Refuses a division that changes results.
+
+        Args:
+          changed: what `find` has found.
+          pad: whether the task allows padding.
+
+        Raises:
+          ValueError: something is changed, named with the ways out.
+        """
+        if not self.text:
+            return
+        if changed.rows:
+            raise ValueError(_about_rows(changed.rows, self.text, self.n_parts, pad=pad))
+        advice = "accumulate=1" if self.n_parts > 1 else "strategy=Sharded(), or one device"
+        axis = self.strategy.axis_name
+        if axis is not None and self.n_parts == 1:
+            advice += f", or reduce over the replicas in the module: jax.lax.psum(x, {axis!r})"
+        if path := changed.state or changed.chained:
+            raise ValueError(
+                f"Cannot divide a batch, with {self.text}: the state {path!r} that the model "
+                "updates would differ from that of the whole batch, as it is neither the mean of "
+                f"those of its parts nor the same in all. Use {advice}."
+            )
+        if changed.penalty:
+            raise ValueError(
+                f"Cannot divide a batch, with {self.text}: the penalty that the model adds to the "
+                "loss is not the mean of those of the parts of a batch. Return or sow a mean over the "
+                f"examples instead of a sum. Or use {advice}."
+            )
+
+
+def _about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
+    if owner == MODEL:
+        advice = "accumulate=1" if n_parts > 1 else "strategy=Sharded(), or one device"
+        return (
+            "The model computes an output of an example from other examples of its batch, such as "
+            "their mean, and would see a part of the batch at a time here: its results would "
+            f"differ. Use {advice}. This does not concern BatchNorm with running statistics."
+        )
+    if owner == OBJECTIVE:
+        where = f"with {text}" if text else "with batches that may be padded"
+        return (
+            f"Cannot compute this objective {where}: the value of an example depends on the other "
+            "examples of the batch, or on their number. Return one value per example, which "
+            "depends on that example alone. Or compute batches whole: pad=False, one device or "
+            "strategy=Sharded(), without accumulate and virtual_replicas. With pad=False an "
+            "objective may also gather the rows of all devices itself: "
+            "jax.lax.all_gather(x, 'replica', tiled=True)."
+        )
+    if not pad and text:
+        return (
+            f"{owner} cannot be computed with {text}: the value of an example depends on the other "
+            "examples of the batch, and each part would be computed by itself. Use one device, or "
+            "strategy=Sharded(), without accumulate and virtual_replicas."
+        )
+    return (
+        f"{owner} gives each example a value that depends on the other examples of its batch, or "
+        "on their number. Padding, and batches of another size, would change it. If it is meant to "
+        "look across the batch, set across='batch' in the task."
+    )
+
+
+def _about_targets(owner: str, task: TrainTask | EvalTask, batch: Batch) -> str:
+    why = (
+        "compares the examples of a batch, and targets of weight 0 are replaced, as they may be "
+        "invalid: the others would be compared with wrong ones."
+    )
+    if owner == OBJECTIVE:
+        return (
+            f"This objective {why} Pass what it compares as inputs, which are kept, or leave the "
+            "examples of weight 0 out of the data."
+        )
+    is_by_output = isinstance(weights_of(batch, task.loss), Mapping)
+    way_out = "Pass one weight per example" if is_by_output else "Set across='batch' in the task"
+    return (
+        f"{owner} {why} {way_out}, which keeps all targets, or leave the examples of weight 0 out "
+        "of the data."
+    )

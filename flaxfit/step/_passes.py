@@ -1,0 +1,175 @@
+"""The pass over a batch whose results a division must keep, and the proof that it keeps them."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from flaxfit.data._batch import Batch
+from flaxfit.modules._switch import handle_of
+from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
+from flaxfit.step._companions import with_states
+from flaxfit.step._compare import ForwardPass
+from flaxfit.step._forward import forward, forward_eval
+from flaxfit.step._model_call import with_updates
+from flaxfit.step._rows_apart import FREE, SUM, Kind, kinds_of_results
+from flaxfit.step._trial import Pass
+from flaxfit.task._precision import in_float32
+from flaxfit.task._task import EvalTask, TrainTask
+from flaxfit.tree._shapes import shapes_of
+from flaxfit.tree._types import Function, PyTree
+
+MODEL, OBJECTIVE = "The model", "The objective"
+STATISTICS = "batch_stats"
+"""The collection of the statistics that BatchNorm keeps, which depend on the division."""
+
+Task = TypeVar("Task", bound=TrainTask | EvalTask)
+
+
+def has_statistics(task: TrainTask | EvalTask, state: PyTree) -> bool:
+    """Whether the model of a task normalizes by statistics of the batch in training."""
+    model_state = state.model_state if isinstance(task, TrainTask) else {}
+    return isinstance(model_state, Mapping) and STATISTICS in model_state
+
+
+def is_blind(task: TrainTask | EvalTask, state: PyTree) -> bool:
+    """Whether such a model has no evaluation mode that is known, and passes have no outputs."""
+    return has_statistics(task, state) and handle_of(task.apply) is None
+
+
+def pass_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Function:
+    """Makes the pass of a task: `(state, batch, states of companions, seed) -> Pass`.
+
+    A model with statistics of the batch has its rows computed in evaluation mode, so that other
+    combinations of rows show.
+
+    Args:
+      task: what to train or to measure.
+      with_losses: whether a value of the loss has to depend on its own row.
+    """
+
+    def run(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
+        bound = with_states(task, states)
+        result = measured = _forward(bound, state, batch, seed)
+        if has_statistics(task, state):
+            measured = _forward(_in_evaluation(bound), state, batch, seed)
+        kept = result.model_state if isinstance(task, TrainTask) else {}
+        kept = {name: each for name, each in kept.items() if name != STATISTICS}
+        if task.objective is not None:
+            rows = {OBJECTIVE: (measured.values, measured.weights)}
+        else:
+            rows = {MODEL: measured.outputs} | _compared(task, measured.outputs, batch, with_losses)
+        return Pass(rows, _sums(bound, measured), kept, result.sown)
+
+    return run
+
+
+def comparison_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Function:
+    """As `pass_of`, for a batch whose inputs are the outputs of the model: losses and metrics."""
+
+    def run(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
+        return Pass(_compared(task, batch.inputs, batch, with_losses))
+
+    return run
+
+
+def outputs_of(
+    task: TrainTask | EvalTask, state: PyTree, batch: Batch, states: PyTree
+) -> tuple[PyTree, ...]:
+    """The outputs of the model of a task."""
+    return _forward(with_states(task, states), state, batch, 0).outputs
+
+
+def _forward(task: TrainTask | EvalTask, state: PyTree, batch: Batch, seed: int) -> ForwardPass:
+    if isinstance(task, TrainTask):
+        return forward(task, state, batch, jax.random.fold_in(state.key, seed))
+    return forward_eval(
+        task, state, batch, jax.random.fold_in(state.key, seed) if task.rngs else None
+    )
+
+
+def _compared(
+    task: TrainTask | EvalTask, outputs: tuple[PyTree, ...], batch: Batch, with_losses: bool
+) -> dict[str, PyTree]:
+    """The values of losses and metrics by example; none where the loss is to see all of them."""
+    if task.across is not None:
+        return {}
+    targets = in_float32(batch.targets)
+    each = losses_by_row(task.loss, outputs, targets) if with_losses and task.loss else ()
+    losses = {owner: loss(*given, *aims) for owner, loss, given, aims in each}
+    return losses | {
+        f"The metric {name!r}": values(*outputs, *targets) for name, values in metrics_by_row(task)
+    }
+
+
+def _sums(task: TrainTask | EvalTask, result: ForwardPass) -> dict[str, PyTree]:
+    if task.across is not None:
+        return {}
+    collected = [name for name, metric in task.metrics.items() if metric.max_rows is not None]
+    left_out = {"loss", "penalty", *collected}
+    owner = OBJECTIVE if task.objective is not None else ""
+    return {
+        owner or f"The metric {name!r}": each
+        for name, each in result.sums.items()
+        if name not in left_out
+    }
+
+
+def _in_evaluation(task: Task) -> Task:
+    """The task with its model in evaluation mode; with zeros for outputs if that is not known."""
+    handle, apply = handle_of(task.apply), task.apply
+
+    def evaluated(variables: PyTree, *inputs: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
+        if handle is None:
+            outputs = with_updates(apply(variables, *inputs, **named))[0]
+            return jax.tree.map(jnp.zeros_like, outputs), {}
+        for option in ("rngs", "mutable"):
+            named.pop(option, None)
+        return handle.merged(variables)(*inputs, **named), {}
+
+    quiet = copy.copy(task)  # `dataclasses.replace` would resolve all fields again.
+    quiet.__dict__["apply"] = evaluated
+    return quiet
+
+
+def is_proven(
+    run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, factor: int
+) -> bool:
+    """Whether two traces prove that a division of the batch keeps the results of a pass.
+
+    Args:
+      run: the pass, bound by the strategy.
+      state: the state.
+      batch: a batch, or its shapes.
+      states: the variables of companions.
+      n: the number of examples to trace, at least 2.
+      factor: how many times as many to trace then.
+    """
+    try:
+        one, found = _traced(run, state, batch, states, n)
+        two, _ = _traced(run, state, batch, states, factor * n)
+    except Exception:  # It takes one batch size only, or needs values.
+        return False
+    is_row = jax.tree.map(lambda x: jnp.ndim(x) > 0, batch)
+    leaves = [
+        *jax.tree.map(lambda x: FREE, jax.tree.leaves(state)),
+        *(Kind(0) if each else FREE for each in jax.tree.leaves(is_row)),
+        *(FREE for _ in jax.tree.leaves((states, 0))),
+    ]
+    # Every result with what it may be.
+    wanted: Any = Pass((FREE, Kind(0)), (SUM,), (FREE,), (FREE,))
+    allowed = [
+        kinds for tree, kinds in zip(found, wanted, strict=True) for _ in jax.tree.leaves(tree)
+    ]
+    kinds = kinds_of_results(one, two, leaves, n, factor)
+    return all(kind in each for kind, each in zip(kinds, allowed, strict=True))
+
+
+def _traced(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int) -> tuple[Any, Any]:
+    resized = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype) if x.shape else x, batch
+    )
+    arguments = shapes_of((state, resized, states))
+    return jax.make_jaxpr(run, return_shape=True)(*arguments, jax.ShapeDtypeStruct((), "int32"))

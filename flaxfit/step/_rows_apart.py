@@ -1,0 +1,410 @@
+"""Proof that a program computes each row of a batch by itself, from its jaxprs for two sizes."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from jax.extend.core import Literal
+
+from flaxfit.step._jaxpr import parts_of
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """How an array depends on the rows of the batch."""
+
+    axis: int | None = None
+    """The axis of rows. Slice i depends on row i alone, neither on i nor on the number of rows."""
+    is_sum: bool = False
+    """Whether it is a sum over the rows, of an array of one value for each."""
+
+
+FREE = Kind()
+"""It depends neither on the rows nor on their number."""
+SUM = Kind(is_sum=True)
+Known: TypeAlias = Kind | None
+"""None: unproven."""
+
+_NAMES = (
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil "
+    "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv "
+    "erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt "
+    "max min mul name ne neg nextafter not or population_count pow real reduce_precision rem "
+    "round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
+    "sqrt square stop_gradient sub tan tanh xor"
+)
+_ELEMENTWISE = frozenset(_NAMES.split())
+_REDUCTIONS = {f"reduce_{kind}" for kind in ("and", "max", "min", "or", "prod", "sum", "xor")}
+_REDUCTIONS |= {"argmax", "argmin"}
+# Primitives that combine elements along an axis, and the parameter that names it.
+_ALONG = {name: "axis" for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")}
+_ALONG |= {"sort": "dimension", "rev": "dimensions", "split": "axis", "concatenate": "dimension"}
+_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "custom_jvp_call"}
+# Of sums over rows, these are such sums again.
+_ADDITIVE = {"add", "add_any", "sub", "neg", "copy", "copy_p", "name", "reduce_sum", "slice"}
+_ADDITIVE |= {"broadcast_in_dim", "reshape", "squeeze", "transpose", "concatenate"}
+_CONVOLUTION = (
+    *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
+    *("feature_group_count", "batch_group_count"),
+)
+
+
+def kinds_of_results(
+    one: Any, two: Any, given: Sequence[Known], n: int, factor: int
+) -> list[Known]:
+    """Proves how the results of a program depend on rows.
+
+    An analysis of one trace cannot tell a size from a constant. Therefore the program is traced
+    for two numbers of rows: what differs between the two is a size.
+
+    Args:
+      one: the closed jaxpr for n rows.
+      two: that for `factor * n` rows.
+      given: the kinds of its arguments.
+      n: the number of rows in the first.
+      factor: how many times as many the second has.
+
+    Returns:
+      The kinds of its results. A primitive that is not listed here proves nothing.
+    """
+    a, b = getattr(one, "jaxpr", one), getattr(two, "jaxpr", two)
+    unproven: list[Known] = [None] * len(a.outvars)
+    if len(a.eqns) != len(b.eqns) or len(a.outvars) != len(b.outvars):
+        return unproven
+    constants = zip(getattr(one, "consts", ()), getattr(two, "consts", ()), strict=False)
+    known: dict[Any, Known] = dict(zip(a.invars, given, strict=True))
+    known |= dict(zip(a.constvars, (FREE if _same(*c) else None for c in constants), strict=False))
+
+    def of(x: Any, y: Any) -> Known:
+        if isinstance(x, Literal) or isinstance(y, Literal):
+            is_same = isinstance(x, Literal) and isinstance(y, Literal) and _same(x.val, y.val)
+            return FREE if is_same else None
+        return known.get(x)
+
+    for x, y in zip(a.eqns, b.eqns, strict=True):
+        if x.primitive is not y.primitive or len(x.invars) != len(y.invars):
+            return unproven
+        operands = [of(*pair) for pair in zip(x.invars, y.invars, strict=True)]
+        if None in operands:
+            continue
+        found = _results(_Pair(x, y, operands, n, factor))
+        for variable, kind, shapes in zip(x.outvars, found, _shapes(x, y), strict=True):
+            # What a rule says of the axis has to be what the shapes say.
+            axes = [] if kind is None or kind.axis is None else [kind.axis]
+            known[variable] = (
+                kind if kind is not None and _differing(*shapes, factor) == axes else None
+            )
+    return [of(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
+
+
+class _Pair(NamedTuple):
+    """An equation in both programs, with the kinds of its operands."""
+
+    one: Any
+    two: Any
+    operands: list[Any]
+    n: int
+    """The number of rows in the first."""
+    factor: int
+
+    @property
+    def name(self) -> str:
+        return self.one.primitive.name
+
+    @property
+    def axes(self) -> set[int]:
+        """The axes of rows of its operands."""
+        return {each.axis for each in self.operands if each.axis is not None}
+
+    @property
+    def axis(self) -> int | None:
+        """The axis of rows of its first result; None: it has none, or differs otherwise."""
+        axes = _differing(*next(iter(_shapes(self.one, self.two))), self.factor)
+        return axes[0] if len(axes) == 1 else None
+
+    def agree(self, *names: str) -> bool:
+        """Whether parameters agree: those named, or all that hold no program."""
+        one, two = self.one.params, self.two.params
+        return all(_same(one.get(name), two.get(name)) for name in names or one)
+
+    def all(self, kind: Known) -> list[Known]:
+        return [kind] * len(self.one.outvars)
+
+
+def _results(pair: _Pair) -> list[Known]:
+    name, operands = pair.name, pair.operands
+    if name == "scan":
+        return _scanned(pair)
+    if name in _CALLS:
+        one, two = (parts_of(each) for each in (pair.one, pair.two))
+        if len(one) == len(two) == 1 and len(_invars(one[0])) == len(operands):
+            return kinds_of_results(one[0], two[0], operands, pair.n, pair.factor)
+        return pair.all(None)
+    if name == "random_bits":  # Rows that are drawn at random depend on no others.
+        return pair.all(Kind(pair.axis) if operands == [FREE] else None)
+    if not any(_differ(pair)) and all(each == FREE for each in operands):
+        return pair.all(FREE if pair.agree() else None)
+    if any(each.is_sum for each in operands):
+        return pair.all(SUM if _is_linear(pair) else None)
+    if len(pair.axes) > 1 and name not in ("dot_general", "gather"):
+        return pair.all(None)
+    if name in _ELEMENTWISE:
+        return pair.all(Kind(pair.axis) if pair.agree() else None)
+    if name in _REDUCTIONS:
+        if not pair.agree():
+            return pair.all(None)
+        is_gone = bool(pair.axes & {*pair.one.params["axes"]})
+        return pair.all((SUM if name == "reduce_sum" else None) if is_gone else Kind(pair.axis))
+    if name in _ALONG:
+        along = pair.one.params[_ALONG[name]]
+        is_along = pair.axes & {*along} if isinstance(along, tuple) else along in pair.axes
+        return pair.all(Kind(pair.axis) if pair.agree() and not is_along else None)
+    if name == "dot_general" and _is_sum_of_products(pair):
+        return pair.all(SUM)
+    rule = _RULES.get(name)
+    return pair.all(Kind(pair.axis) if rule is not None and rule(pair) else None)
+
+
+def _differ(pair: _Pair) -> list[bool]:
+    """Whether each result has another shape for another number of rows."""
+    return [one != two for one, two in _shapes(pair.one, pair.two)]
+
+
+def _is_linear(pair: _Pair) -> bool:
+    """Whether a result is a sum over rows, as all or one of the operands are."""
+    n_sums = sum(each.is_sum for each in pair.operands)
+    is_all = n_sums == len(pair.operands)
+    if any(_differ(pair)) or len(pair.axes) or not pair.agree():
+        return False
+    if pair.name == "convert_element_type":  # To whole numbers it would round.
+        return np.issubdtype(pair.one.params["new_dtype"], np.inexact)
+    if pair.name == "div":
+        return pair.operands[0].is_sum and n_sums == 1
+    if pair.name in ("mul", "dot_general"):
+        return n_sums == 1
+    return is_all and pair.name in _ADDITIVE
+
+
+def _broadcast(pair: _Pair) -> bool:
+    (kind, *_), axis = pair.operands, pair.axis
+    to = pair.one.params["broadcast_dimensions"]
+    if not pair.agree("broadcast_dimensions") or axis is None:
+        return False
+    return kind == FREE or kind.axis is not None and to[kind.axis] == axis
+
+
+def _reshaped(pair: _Pair) -> bool:
+    """The rows stay in order: as many elements before their axis, and whole rows along it."""
+    old, new = _shape(pair.one.invars[0]), _shape(pair.one.outvars[0])
+    (kind, *_), axis = pair.operands, pair.axis
+    if kind.axis is None or axis is None or pair.one.params.get("dimensions") is not None:
+        return False
+    # The rows are the outermost part of the axis, before as after, and none are joined.
+    return math.prod(old[: kind.axis]) == math.prod(new[:axis]) and new[axis] % pair.n == 0
+
+
+def _transposed(pair: _Pair) -> bool:
+    order = pair.one.params["permutation"]
+    return pair.agree() and order[pair.axis] == pair.operands[0].axis
+
+
+def _multiplied(pair: _Pair) -> bool:
+    names = "dimension_numbers", "precision", "preferred_element_type"
+    (contracted, batched), axis = pair.one.params["dimension_numbers"], pair.axis
+    if not pair.agree(*names) or axis is None:
+        return False
+    before = len(batched[0])
+    is_batched = [kind.axis in beside for kind, beside in zip(pair.operands, batched, strict=True)]
+    if any(is_batched):
+        return all(is_batched) and {
+            beside.index(kind.axis) for kind, beside in zip(pair.operands, batched, strict=True)
+        } == {axis}
+    # The other operand has no rows, so that only this one's axis is in the result.
+    if sum(kind.axis is not None for kind in pair.operands) != 1:
+        return False
+    return axis >= before and all(
+        kind.axis not in along for kind, along in zip(pair.operands, contracted, strict=True)
+    )
+
+
+def _is_sum_of_products(pair: _Pair) -> bool:
+    """Whether both operands have rows, which are summed over."""
+    names = "dimension_numbers", "precision", "preferred_element_type"
+    (one, two), _ = pair.one.params["dimension_numbers"]
+    a, b = (kind.axis for kind in pair.operands)
+    are_summed = a in one and b in two and one.index(a) == two.index(b)
+    return are_summed and pair.agree(*names)
+
+
+def _convolved(pair: _Pair) -> bool:
+    numbers, (images, kernel) = pair.one.params["dimension_numbers"], pair.operands
+    is_alone = pair.one.params["batch_group_count"] == 1
+    is_batch = images.axis == numbers.lhs_spec[0] and pair.axis == numbers.out_spec[0]
+    return kernel == FREE and is_batch and is_alone and pair.agree(*_CONVOLUTION)
+
+
+def _pooled(pair: _Pair) -> bool:
+    names = "window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation"
+    (kind, *_), params = pair.operands, pair.one.params
+    if kind.axis is None or not pair.agree(*names):
+        return False
+    sizes = [params[name][kind.axis] for name in names if name != "padding"]
+    return sizes == [1] * 4 and tuple(params["padding"][kind.axis]) == (0, 0)
+
+
+def _sliced(pair: _Pair) -> bool:
+    """A slice of other axes: the row axis stays whole, and nothing else depends on its size."""
+    axis, (one, two) = pair.axis, (each.params for each in (pair.one, pair.two))
+    if axis is None or axis != pair.operands[0].axis:
+        return False
+    strides = one["strides"] or (1,) * len(one["start_indices"])
+    return (
+        one["start_indices"] == two["start_indices"]
+        and one["strides"] == two["strides"]
+        and (one["start_indices"][axis], strides[axis]) == (0, 1)
+        and one["limit_indices"][axis] == _shape(pair.one.invars[0])[axis]
+        and two["limit_indices"][axis] == _shape(pair.two.invars[0])[axis]
+    )
+
+
+def _windowed(pair: _Pair) -> bool:
+    """A dynamic slice, or the update of one, over the whole row axis."""
+    (kind, *rest), axis = pair.operands, pair.axis
+    shapes = [(_shape(each.invars[0]), _shape(each.outvars[0])) for each in (pair.one, pair.two)]
+    if axis is None or kind.axis != axis or any(a[axis] != b[axis] for a, b in shapes):
+        return False
+    if pair.name == "dynamic_slice":
+        return all(each == FREE for each in rest)
+    update, *starts = rest
+    both = pair.one, pair.two
+    whole = [_shape(each.invars[1])[axis] == _shape(each.outvars[0])[axis] for each in both]
+    return update.axis == axis and all(whole) and all(each == FREE for each in starts)
+
+
+def _padded(pair: _Pair) -> bool:
+    (kind, value), config = pair.operands, pair.one.params["padding_config"]
+    is_whole = kind.axis is not None and tuple(config[kind.axis]) == (0, 0, 0)
+    return value == FREE and is_whole and pair.agree()
+
+
+def _gathered(pair: _Pair) -> bool:
+    """Rows read from a table by indices in them, or in each row, or whole rows read alike."""
+    numbers, (array, indices) = pair.one.params["dimension_numbers"], pair.operands
+    names = "dimension_numbers", "mode", "fill_value", "indices_are_sorted", "unique_indices"
+    sizes = [each.params["slice_sizes"] for each in (pair.one, pair.two)]
+    if not pair.agree(*names):
+        return False
+    if indices.axis is None:
+        shapes = [_shape(each.invars[0]) for each in (pair.one, pair.two)]
+        others = [each[: array.axis] + each[array.axis + 1 :] for each in sizes]
+        is_whole = [a[array.axis] == b[array.axis] for a, b in zip(sizes, shapes, strict=True)]
+        return all(is_whole) and others[0] == others[1]
+    last = len(_shape(pair.one.invars[1])) - 1
+    n_axes = len(_shape(pair.one.outvars[0]))
+    places = [axis for axis in range(n_axes) if axis not in numbers.offset_dims]
+    is_along = indices.axis < last and places[indices.axis] == pair.axis and sizes[0] == sizes[1]
+    if array.axis is None:
+        return is_along
+    beside = dict(
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    )
+    return is_along and beside.get(array.axis) == indices.axis
+
+
+def _counted(pair: _Pair) -> bool:
+    """Numbers along another axis than that of the rows."""
+    return pair.agree("dimension", "dtype") and pair.axis not in (
+        None,
+        pair.one.params["dimension"],
+    )
+
+
+def _best(pair: _Pair) -> bool:
+    along = pair.one.params.get("axis", len(_shape(pair.one.invars[0])) - 1)
+    return pair.agree() and along % len(_shape(pair.one.invars[0])) not in pair.axes
+
+
+_RULES: dict[str, Callable[[_Pair], bool]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshaped,
+    "squeeze": lambda pair: pair.agree(),
+    "transpose": _transposed,
+    "dot_general": _multiplied,
+    "conv_general_dilated": _convolved,
+    "reduce_window_max": _pooled,
+    "reduce_window_min": _pooled,
+    "reduce_window_sum": _pooled,
+    "slice": _sliced,
+    "dynamic_slice": _windowed,
+    "dynamic_update_slice": _windowed,
+    "pad": _padded,
+    "gather": _gathered,
+    "iota": _counted,
+    "top_k": _best,
+}
+
+
+def _scanned(pair: _Pair) -> list[Known]:
+    """A loop over another axis than that of the rows, whose carry keeps its kind."""
+    bodies = [each.params["jaxpr"] for each in (pair.one, pair.two)]
+    if not pair.agree("length", "reverse"):
+        return pair.all(None)
+    # What is scanned over, and what is stacked, has an axis more outside than in the body. The
+    # parameters that say so differ between versions of JAX.
+    n_over = _n_longer(pair.one.invars, _invars(bodies[0]))
+    n_stacked = _n_longer(pair.one.outvars, bodies[0].jaxpr.outvars)
+    n_before, n_carry = len(pair.operands) - n_over, len(pair.one.outvars) - n_stacked
+    over = [_shifted(each, -1) for each in pair.operands[n_before:]]
+    given = [*pair.operands[:n_before], *over]
+    found = kinds_of_results(*bodies, given, pair.n, pair.factor)
+    carry = pair.operands[n_before - n_carry : n_before]
+    # A sum of a step is one over the rows; what is added up over the steps is one, too.
+    if None in given or found[:n_carry] != carry:
+        return pair.all(None)
+    return [*carry, *(_shifted(each, 1) for each in found[n_carry:])]
+
+
+def _n_longer(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    return sum(len(_shape(a)) > len(_shape(b)) for a, b in zip(outside, inside, strict=True))
+
+
+def _shifted(kind: Known, by: int) -> Known:
+    """The kind of a slice along the first axis, or of a stack of such; None along the rows."""
+    if kind is None or kind.axis is None:
+        return kind
+    return None if kind.axis + by < 0 else kind._replace(axis=kind.axis + by)
+
+
+def _invars(program: Any) -> list[Any]:
+    return getattr(program, "jaxpr", program).invars
+
+
+def _shapes(one: Any, two: Any) -> list[tuple[Shape, Shape]]:
+    return [(_shape(a), _shape(b)) for a, b in zip(one.outvars, two.outvars, strict=True)]
+
+
+def _shape(variable: Any) -> Shape:
+    return getattr(variable.aval, "shape", ())
+
+
+def _differing(one: Shape, two: Shape, factor: int) -> list[int]:
+    """The axes along which the sizes differ; [-1] if they are no sizes of such rows."""
+    pairs = list(zip(one, two, strict=False))
+    if len(one) != len(two) or any(b not in (a, factor * a) for a, b in pairs):
+        return [-1]
+    return [axis for axis, (a, b) in enumerate(pairs) if a != b]
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Whether two constants or parameters are equal; what cannot be compared is not."""
+    if one is two:
+        return True
+    if hasattr(one, "dtype"):
+        try:
+            a, b = np.asarray(one), np.asarray(two)
+            return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        except Exception:  # Keys of random streams have no values.
+            return False
+    return bool(type(one) is type(two) and one == two)

@@ -1,0 +1,224 @@
+"""Trial: what the results of a pass are where the batch is changed, shortened or divided."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.data._batch import Batch, n_examples
+from flaxfit.tree._paths import flat
+from flaxfit.tree._types import Array, PyTree
+
+_N_ROWS = 8
+"""The examples of a trial: enough that halves of them have several."""
+_SAME = 1e-5
+"""Relative to the largest element, between two runs of a program, in which rows round alike."""
+_CLOSE = 1e-2
+"""Between programs for batches of different sizes, which round in 16 bits at worst."""
+_ALIKE = 0.3
+"""Between the magnitudes of random results: half of the examples have half of a sum."""
+_SEEDS = range(5)
+
+
+class Pass(NamedTuple):
+    """The results of a pass over a batch that a division of the batch must keep."""
+
+    rows: Mapping[str, PyTree]
+    """Arrays of one row for each example, by what computes them; other arrays are ignored."""
+    sums: Mapping[str, PyTree] = {}
+    """Sums over the examples, by what computes them."""
+    state: PyTree = ()
+    """The new model state."""
+    penalty: PyTree = ()
+    """What is added to the mean loss."""
+
+
+class Difference(NamedTuple):
+    """What dividing a batch would change; "" where it changes nothing."""
+
+    rows: str = ""
+    """The owner of rows or sums that depend on other examples, or on their number."""
+    state: str = ""
+    """The path of an array of the state that is not the mean of those of the halves."""
+    chained: str = ""
+    """The path of one that differs where the second half continues from the first."""
+    penalty: str = ""
+    """Not empty where the penalty is not the mean of those of the halves."""
+
+
+Run = Callable[[PyTree, Batch, int], Pass]
+"""`(state, batch, seed) -> results`; the seed changes what is drawn at random."""
+
+
+def try_rows(run: Run, state: PyTree, batch: Batch) -> str:
+    """Returns the owner of rows that change where other rows of the batch do, or "".
+
+    Replaced are the first half, the second half, and every second row. A trial cannot see what
+    these examples do not show, such as a branch on other data.
+
+    Args:
+      run: the pass.
+      state: the state.
+      batch: the examples, of which a few are taken.
+    """
+    batch = _some_rows(run, state, batch)
+    whole, n = _read(run(state, batch, 0)), n_examples(batch)
+    places = np.arange(n)
+    for is_other in (places < n // 2, places >= n // 2, places % 2 == 0):
+        found = _read(run(state, _with_other_rows(batch, is_other), 0))
+        for owner, rows in whole.rows.items():
+            for a, b in zip(_arrays(rows), _arrays(found.rows[owner]), strict=True):
+                if a.shape[:1] == (n,) and _differ(a[~is_other], b[~is_other], _SAME):
+                    return owner
+    return ""
+
+
+def try_halves(
+    run: Run,
+    state: PyTree,
+    batch: Batch,
+    *,
+    together: Run | None = None,
+    continued: Callable[[PyTree, PyTree], PyTree] | None = None,
+    is_noisy: bool = False,
+) -> Difference:
+    """Compares the pass over a batch with those over its halves.
+
+    The rows of the first half must be those of the whole, sums must add up, state and penalty must
+    be the means of those of the halves. Random results, which are others for another size, are
+    compared by their magnitude.
+
+    Args:
+      run: the pass.
+      state: the state.
+      batch: the examples, of which a few are taken.
+      together: a pass over the two halves, stacked, in which each sees the other by the axis of
+        replicas; its results are stacked. None: `run` over each.
+      continued: `(state, new model state) -> state`, if the second half is to continue from the
+        first; None: both begin with `state`.
+      is_noisy: whether state and penalty depend on statistics of the batch, as documented.
+    """
+    batch = _some_rows(run, state, batch)
+    n = n_examples(batch) // 2
+    wholes = [_read(run(state, _picked(batch, slice(2 * n)), seed)) for seed in _SEEDS]
+    first, second = (_picked(batch, part) for part in (slice(n), slice(n, 2 * n)))
+    try:
+        if together is not None:
+            stacked = jax.tree.map(lambda a, b: np.stack([a, b]), first, second)
+            both = [_read(together(state, stacked, seed)) for seed in _SEEDS]
+            ones, twos = ([jax.tree.map(lambda x, i=i: x[i], x) for x in both] for i in (0, 1))
+        else:
+            ones = [_read(run(state, first, seed)) for seed in _SEEDS]
+            after = state if continued is None else continued(state, ones[0].state)
+            twos = [_read(run(after, second, seed)) for seed in _SEEDS]
+    except Exception:  # It takes one batch size only; dividing a batch then fails by itself.
+        return Difference()
+    whole, one, two = wholes[0], ones[0], twos[0]
+    is_random = any(
+        _differ(a, b, _SAME)
+        for other in wholes
+        for a, b in zip(_arrays(whole), _arrays(other), strict=True)
+    )
+    if not is_random and (owner := _owner_of_difference(whole, one, two, n)):
+        return Difference(rows=owner)
+    is_alike = is_random or is_noisy
+
+    def differs(path: str, pick: Callable[[Pass], PyTree], *, is_last: bool = False) -> bool:
+        a, b, c = ([flat(pick(x))[path] for x in passes] for passes in (wholes, ones, twos))
+        if is_alike:
+            size = [_size([*b, *c]), _size(c)][is_last]
+            return abs(_size(a) - size) > _ALIKE * max(_size(a), size)
+        is_float = np.issubdtype(a[0].dtype, np.inexact)
+        half = c[0] if is_last else (b[0] + c[0]) / 2 if is_float else b[0]
+        return _differ(a[0], half, _CLOSE)
+
+    is_last = continued is not None
+    paths = [x for x in flat(whole.state) if differs(x, lambda p: p.state, is_last=is_last)]
+    changed = "".join(paths[:1])
+    penalties = [x for x in flat(whole.penalty) if differs(x, lambda p: p.penalty)]
+    return Difference(
+        "", *(("", changed) if is_last else (changed, "")), bool(penalties) * "penalty"
+    )
+
+
+def _owner_of_difference(whole: Pass, one: Pass, two: Pass, n: int) -> str:
+    """What computes rows that differ in the half, or sums that do not add up; "" if nothing."""
+    for owner, rows in whole.rows.items():
+        for a, b in zip(_arrays(rows), _arrays(one.rows[owner]), strict=True):
+            is_by_row = (a.shape[:1], b.shape[:1]) == ((2 * n,), (n,))
+            if is_by_row and _differ(a[:n], b, _CLOSE):
+                return owner
+    for owner, total in whole.sums.items():
+        parts = zip(*map(_arrays, (total, one.sums[owner], two.sums[owner])), strict=True)
+        if any(_differ(a, b + c, _CLOSE) for a, b, c in parts):
+            return owner
+    return ""
+
+
+def _some_rows(run: Run, state: PyTree, batch: Batch) -> Batch:
+    """Returns a few examples, repeated if there are too few; all if the model takes no others."""
+    few = _picked(batch, np.arange(_N_ROWS) % n_examples(batch))
+    try:
+        run(state, few, 0)
+    except Exception:  # The trial with the batch itself then raises what is wrong.
+        return _picked(batch, slice(None))
+    return few
+
+
+def _with_other_rows(batch: Batch, is_other: np.ndarray) -> Batch:
+    """Replaces rows by others of the batch, and numbers among them by smaller ones."""
+
+    def replaced(x: np.ndarray) -> np.ndarray:
+        if not x.ndim:
+            return x
+        other = np.roll(x, max(1, len(x) // 2 - 1), 0)
+        # Equal rows must be replaced, too; smaller numbers stay in most ranges.
+        other = (0.75 * other).astype(x.dtype) if np.issubdtype(x.dtype, np.inexact) else other
+        return np.where(is_other.reshape(-1, *[1] * (x.ndim - 1)), other, x)
+
+    return jax.tree.map(replaced, batch)
+
+
+def _picked(batch: Batch, rows: slice | np.ndarray) -> Batch:
+    return jax.tree.map(lambda x: np.asarray(x[rows]) if np.ndim(x) else np.asarray(x), batch)
+
+
+def _read(found: Pass) -> Pass:
+    """Copies results to the host, in at least 32 bits; random keys become 0."""
+    return jax.tree.map(lambda x: np.zeros(()) if _is_key(x) else _widened(np.asarray(x)), found)
+
+
+def _is_key(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _widened(x: np.ndarray) -> np.ndarray:
+    if np.issubdtype(x.dtype, np.complexfloating):
+        return np.stack([x.real, x.imag], -1)
+    return (
+        x.astype(np.float32)
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        else x
+    )
+
+
+def _arrays(tree: PyTree) -> list[np.ndarray]:
+    return jax.tree.leaves(tree)
+
+
+def _differ(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
+    """Whether arrays differ by more than a tolerance relative to their largest element."""
+    if a.shape != b.shape:
+        return True
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    finite = np.abs(a[np.isfinite(a)])
+    return not np.allclose(a, b, tolerance, tolerance * finite.max(initial=0), equal_nan=True)
+
+
+def _size(arrays: list[np.ndarray]) -> float:
+    """The root of the mean square of the finite elements of arrays."""
+    values = np.concatenate([np.ravel(x).astype(np.float64) for x in arrays])
+    values = values[np.isfinite(values)]
+    return float(np.sqrt(np.sum(values**2) / max(1, len(values))))
