@@ -14,14 +14,14 @@ from flaxfit.step._passes import (
     OBJECTIVE,
     comparison_of,
     has_statistics,
-    is_blind,
-    is_proven,
     outputs_of,
     pass_of,
+    prove,
 )
 from flaxfit.step._trial import Difference, try_halves, try_rows
 from flaxfit.strategies import Strategy
 from flaxfit.task._multi_output import LossByOutput
+from flaxfit.task._precision import like
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._shapes import structure_of
@@ -60,20 +60,23 @@ def examine(
     """
     n_parts = task.accumulate if isinstance(task, TrainTask) else 1
     why_not, is_replaced = _why_not_pad(task, state, result), _replaces_targets(task, batch)
-    # Else a loss sees the rows of all replicas.
+    # A loss that may not be divided is given the rows of all replicas, where that can be.
     is_apart = n_parts > 1 or strategy.virtual_replicas is not None
-    with_losses = task.pad or is_apart or is_replaced or isinstance(task.loss, LossByOutput)
+    may_gather = not (is_apart or isinstance(task.loss, LossByOutput))
+    with_losses = is_replaced or task.across is None and (task.pad or not may_gather)
     division = Division(
         strategy, pass_of(task, with_losses=with_losses), n_parts, has_statistics(task, state)
     )
-    if not (division.text or is_replaced or may_pad and not why_not):
+    is_asked = division.text or is_replaced or may_pad and not why_not
+    # Such a hook is given examples one by one, and nothing else is allowed there.
+    if not is_asked or getattr(task, "example_grads_hook", None) is not None:
         return why_not
     key = (structure_of((state, batch)), may_pad)
     if key in known:
         return known[key]
     states = states_of(task)
     mixed, changed = division.find(state, batch, states)
-    if task.objective is None and (mixed == MODEL or is_blind(task, state)):
+    if task.objective is None and (mixed == MODEL or division.is_noisy):
         # Losses and metrics of outputs that depend on other rows may combine rows themselves.
         given = batch._replace(inputs=division.outputs(task, state, batch, states))
         own = division._replace(run=comparison_of(task, with_losses=with_losses))
@@ -158,10 +161,12 @@ class Division(NamedTuple):
         n_shares = self.n_replicas * self.n_parts
         run, n = self.strategy.bind(self.run), max(2, -(-n_examples(batch) // n_shares))
         factor = n_shares if n_shares > 1 else 2
-        is_eager = runs_eagerly(run)
         found: tuple[str, Difference] = "", Difference()
-        if is_eager or not is_proven(run, state, batch, states, n, factor):
-            found = self._tried(run if is_eager else jax.jit(run), self._own(state), batch, states)
+        if runs_eagerly(run):
+            found = self._tried(run, self._own(state), batch, states, draws=True)
+        elif not (proof := prove(run, state, batch, states, n, factor)).is_apart:
+            own = self._own(state)
+            found = self._tried(jax.jit(run), own, batch, states, draws=proof.draws)
         if self.strategy.n_processes > 1:
             told = exchange("whether a batch may be divided", [found[0], *found[1]])
             first = next((each for each in told if any(each)), told[0])
@@ -179,15 +184,18 @@ class Division(NamedTuple):
         return self.strategy.bind(run)(self._own(state), batch, states)
 
     def _tried(
-        self, run: Function, state: PyTree, batch: Batch, states: PyTree
+        self, run: Function, state: PyTree, batch: Batch, states: PyTree, *, draws: bool
     ) -> tuple[str, Difference]:
+        """Tries it, where it is not proved."""
+
         def one(state: PyTree, batch: Batch, seed: int) -> PyTree:
             return run(state, batch, states, seed)
 
+        options = {"is_noisy": self.is_noisy, "draws": draws}
         mixed = try_rows(one, state, batch)
         halves = Difference()
         if not mixed:
-            halves = try_halves(one, state, batch, is_noisy=self.is_noisy)
+            halves = try_halves(one, state, batch, **options)
         changed = halves._replace(rows=mixed or halves.rows)
         mixed = changed.rows
         axis = self.strategy.axis_name
@@ -197,14 +205,15 @@ class Division(NamedTuple):
             def together(state: PyTree, halves: Batch, seed: int) -> PyTree:
                 return mapped(state, halves, states, seed)
 
-            again = try_halves(one, state, batch, together=together, is_noisy=self.is_noisy)
+            again = try_halves(one, state, batch, together=together, **options)
             changed = again if not any(again) else changed
         if self.n_parts > 1 and not mixed:
 
-            def continued(state: PyTree, model_state: PyTree) -> PyTree:
-                return state.replace(model_state={**state.model_state, **model_state})
+            def continued(state: PyTree, new: PyTree) -> PyTree:
+                old = {name: state.model_state[name] for name in new}
+                return state.replace(model_state=state.model_state | like(new, old))
 
-            chain = try_halves(one, state, batch, continued=continued, is_noisy=self.is_noisy)
+            chain = try_halves(one, state, batch, continued=continued, **options)
             state_of_replicas = changed.state if self.n_replicas > 1 else ""
             changed = changed._replace(state=state_of_replicas, chained=chain.chained)
         return mixed, changed
@@ -248,8 +257,8 @@ class Division(NamedTuple):
         if changed.penalty:
             raise ValueError(
                 f"Cannot divide a batch, with {self.text}: the penalty that the model adds to the "
-                "loss is not the mean of those of the parts of a batch. Return or sow a mean over the "
-                f"examples instead of a sum. Or use {advice}."
+                "loss is not the mean of those of the parts of a batch. Return or sow a mean over "
+                f"the examples instead of a sum. Or use {advice}."
             )
 
 
@@ -271,11 +280,19 @@ def _about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
             "objective may also gather the rows of all devices itself: "
             "jax.lax.all_gather(x, 'replica', tiled=True)."
         )
-    if not pad and text:
+    if not pad and owner.startswith("The metric"):
+        return (
+            f"Cannot measure {owner.removeprefix('The metric ')} with {text}: the value of an "
+            "example depends on the other examples of the batch, and each part would be measured "
+            "by itself. Use one device, or strategy=Sharded(), without accumulate and "
+            "virtual_replicas."
+        )
+    if not pad:
         return (
             f"{owner} cannot be computed with {text}: the value of an example depends on the other "
-            "examples of the batch, and each part would be computed by itself. Use one device, or "
-            "strategy=Sharded(), without accumulate and virtual_replicas."
+            "examples of the batch, and the mean over the parts of a batch is not the loss of the "
+            "batch. Return one value per example, which depends on that example alone, or set "
+            "across='batch' in the task, which computes such a loss from the outputs of all parts."
         )
     return (
         f"{owner} gives each example a value that depends on the other examples of its batch, or "

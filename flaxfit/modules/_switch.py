@@ -19,7 +19,7 @@ from flaxfit.modules._handle import ModuleHandle, attached, is_module, with_hand
 from flaxfit.modules._nnx import from_nnx
 from flaxfit.modules._nnx_factory import is_factory, is_nnx
 from flaxfit.tree._checks import check_is_function
-from flaxfit.tree._types import Function
+from flaxfit.tree._types import Function, PyTree, Variables
 
 
 def train_and_eval(module: Any, *, losses: Names = ()) -> tuple[ModelFunctions, ModelFunctions]:
@@ -162,6 +162,23 @@ def handle_of(apply: object) -> ModuleHandle | None:
     if isinstance(owner, nn.Module) and apply == owner.apply:
         return _linen_handle(owner, owner.init)
     return attached(apply)
+
+
+def in_evaluation(apply: Function) -> Function:
+    """Makes `(variables, *inputs, **named) -> outputs` of the module of an `apply`, in evaluation.
+
+    Calling it raises an error where the module is not known.
+    """
+    handle: Any = handle_of(apply)
+
+    def measure(variables: Variables, *inputs: PyTree, **named: PyTree) -> PyTree:
+        module = handle.module()
+        if isinstance(module, nn.Module):
+            return functions_of(module, train=False).apply(variables, *inputs, **named)
+        merged = handle.merged(variables)
+        return merged(*inputs, **call_flags(merged.__call__, False), **named)
+
+    return measure
 
 
 def inputs_of(apply: Function | None) -> tuple[str, ...] | None:

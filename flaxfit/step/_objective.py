@@ -200,7 +200,7 @@ def _objective_sums(
 
 
 def _replayed(task: TrainTask | EvalTask, rngs: Rngs) -> Function:
-    """An objective as a function of what its calls, and those of companions, return, and a batch."""
+    """An objective as a function of what its calls return, companions' included, and a batch."""
     objective: Any = task.objective
 
     def function(*outputs_and_batch: PyTree) -> PyTree:

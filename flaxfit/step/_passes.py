@@ -2,17 +2,18 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch
-from flaxfit.modules._switch import handle_of
+from flaxfit.modules._switch import in_evaluation
 from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
 from flaxfit.step._companions import with_states
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._forward import forward, forward_eval
+from flaxfit.step._jaxpr import holds
 from flaxfit.step._model_call import with_updates
 from flaxfit.step._rows_apart import FREE, SUM, Kind, kinds_of_results
 from flaxfit.step._trial import Pass
@@ -34,11 +35,6 @@ def has_statistics(task: TrainTask | EvalTask, state: PyTree) -> bool:
     return isinstance(model_state, Mapping) and STATISTICS in model_state
 
 
-def is_blind(task: TrainTask | EvalTask, state: PyTree) -> bool:
-    """Whether such a model has no evaluation mode that is known, and passes have no outputs."""
-    return has_statistics(task, state) and handle_of(task.apply) is None
-
-
 def pass_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Function:
     """Makes the pass of a task: `(state, batch, states of companions, seed) -> Pass`.
 
@@ -47,7 +43,7 @@ def pass_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Function
 
     Args:
       task: what to train or to measure.
-      with_losses: whether a value of the loss has to depend on its own row.
+      with_losses: whether a value of the loss has to depend on its own row alone.
     """
 
     def run(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
@@ -93,9 +89,7 @@ def _forward(task: TrainTask | EvalTask, state: PyTree, batch: Batch, seed: int)
 def _compared(
     task: TrainTask | EvalTask, outputs: tuple[PyTree, ...], batch: Batch, with_losses: bool
 ) -> dict[str, PyTree]:
-    """The values of losses and metrics by example; none where the loss is to see all of them."""
-    if task.across is not None:
-        return {}
+    """The values of losses and metrics by example."""
     targets = in_float32(batch.targets)
     each = losses_by_row(task.loss, outputs, targets) if with_losses and task.loss else ()
     losses = {owner: loss(*given, *aims) for owner, loss, given, aims in each}
@@ -105,8 +99,6 @@ def _compared(
 
 
 def _sums(task: TrainTask | EvalTask, result: ForwardPass) -> dict[str, PyTree]:
-    if task.across is not None:
-        return {}
     collected = [name for name, metric in task.metrics.items() if metric.max_rows is not None]
     left_out = {"loss", "penalty", *collected}
     owner = OBJECTIVE if task.objective is not None else ""
@@ -119,25 +111,32 @@ def _sums(task: TrainTask | EvalTask, result: ForwardPass) -> dict[str, PyTree]:
 
 def _in_evaluation(task: Task) -> Task:
     """The task with its model in evaluation mode; with zeros for outputs if that is not known."""
-    handle, apply = handle_of(task.apply), task.apply
+    apply, measure = task.apply, in_evaluation(task.apply)
 
     def evaluated(variables: PyTree, *inputs: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
-        if handle is None:
-            outputs = with_updates(apply(variables, *inputs, **named))[0]
+        given = {k: each for k, each in named.items() if k not in ("rngs", "mutable")}
+        try:
+            return measure(variables, *inputs, **given), {}
+        except Exception:  # The loop calls the model in a way of its own, or knows no mode.
+            outputs, _ = with_updates(apply(variables, *inputs, **named))
             return jax.tree.map(jnp.zeros_like, outputs), {}
-        for option in ("rngs", "mutable"):
-            named.pop(option, None)
-        return handle.merged(variables)(*inputs, **named), {}
 
     quiet = copy.copy(task)  # `dataclasses.replace` would resolve all fields again.
     quiet.__dict__["apply"] = evaluated
     return quiet
 
 
-def is_proven(
-    run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, factor: int
-) -> bool:
-    """Whether two traces prove that a division of the batch keeps the results of a pass.
+class Proof(NamedTuple):
+    """What two traces of a pass show."""
+
+    is_apart: bool
+    """Whether they prove that dividing the batch keeps the results."""
+    draws: bool
+    """Whether numbers are drawn at random, as far as that is known."""
+
+
+def prove(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, factor: int) -> Proof:
+    """Tries to prove from two traces that dividing the batch keeps the results of a pass.
 
     Args:
       run: the pass, bound by the strategy.
@@ -151,7 +150,7 @@ def is_proven(
         one, found = _traced(run, state, batch, states, n)
         two, _ = _traced(run, state, batch, states, factor * n)
     except Exception:  # It takes one batch size only, or needs values.
-        return False
+        return Proof(is_apart=False, draws=True)
     is_row = jax.tree.map(lambda x: jnp.ndim(x) > 0, batch)
     leaves = [
         *jax.tree.map(lambda x: FREE, jax.tree.leaves(state)),
@@ -164,7 +163,8 @@ def is_proven(
         kinds for tree, kinds in zip(found, wanted, strict=True) for _ in jax.tree.leaves(tree)
     ]
     kinds = kinds_of_results(one, two, leaves, n, factor)
-    return all(kind in each for kind, each in zip(kinds, allowed, strict=True))
+    is_apart = all(kind in each for kind, each in zip(kinds, allowed, strict=True))
+    return Proof(is_apart, any(holds(one, name) for name in ("random_bits", "threefry2x32")))
 
 
 def _traced(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int) -> tuple[Any, Any]:

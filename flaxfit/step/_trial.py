@@ -83,6 +83,7 @@ def try_halves(
     together: Run | None = None,
     continued: Callable[[PyTree, PyTree], PyTree] | None = None,
     is_noisy: bool = False,
+    draws: bool = False,
 ) -> Difference:
     """Compares the pass over a batch with those over its halves.
 
@@ -99,6 +100,8 @@ def try_halves(
       continued: `(state, new model state) -> state`, if the second half is to continue from the
         first; None: both begin with `state`.
       is_noisy: whether state and penalty depend on statistics of the batch, as documented.
+      draws: whether something is drawn at random, perhaps always the same: rows of the second half
+        may differ then.
     """
     batch = _some_rows(run, state, batch)
     n = n_examples(batch) // 2
@@ -121,14 +124,16 @@ def try_halves(
         for other in wholes
         for a, b in zip(_arrays(whole), _arrays(other), strict=True)
     )
-    if not is_random and (owner := _owner_of_difference(whole, one, two, n)):
+    if not is_random and (owner := _owner_of_difference(whole, one, two, n, draws)):
         return Difference(rows=owner)
     is_alike = is_random or is_noisy
 
     def differs(path: str, pick: Callable[[Pass], PyTree], *, is_last: bool = False) -> bool:
         a, b, c = ([flat(pick(x))[path] for x in passes] for passes in (wholes, ones, twos))
+        if _is_key(a[0]):
+            return False
         if is_alike:
-            size = [_size([*b, *c]), _size(c)][is_last]
+            size = _size(c if is_last else [(x + y) / 2 for x, y in zip(b, c, strict=True)])
             return abs(_size(a) - size) > _ALIKE * max(_size(a), size)
         is_float = np.issubdtype(a[0].dtype, np.inexact)
         half = c[0] if is_last else (b[0] + c[0]) / 2 if is_float else b[0]
@@ -143,16 +148,16 @@ def try_halves(
     )
 
 
-def _owner_of_difference(whole: Pass, one: Pass, two: Pass, n: int) -> str:
-    """What computes rows that differ in the half, or sums that do not add up; "" if nothing."""
+def _owner_of_difference(whole: Pass, one: Pass, two: Pass, n: int, draws: bool) -> str:
+    """What computes rows that differ in a half, or sums that do not add up; "" if nothing."""
     for owner, rows in whole.rows.items():
-        for a, b in zip(_arrays(rows), _arrays(one.rows[owner]), strict=True):
+        for a, b, c in zip(*map(_arrays, (rows, one.rows[owner], two.rows[owner])), strict=True):
             is_by_row = (a.shape[:1], b.shape[:1]) == ((2 * n,), (n,))
-            if is_by_row and _differ(a[:n], b, _CLOSE):
+            if is_by_row and (_differ(a[:n], b, _CLOSE) or not draws and _differ(a[n:], c, _CLOSE)):
                 return owner
     for owner, total in whole.sums.items():
         parts = zip(*map(_arrays, (total, one.sums[owner], two.sums[owner])), strict=True)
-        if any(_differ(a, b + c, _CLOSE) for a, b, c in parts):
+        if not draws and any(_differ(a, b + c, _CLOSE) for a, b, c in parts):
             return owner
     return ""
 
@@ -175,7 +180,7 @@ def _with_other_rows(batch: Batch, is_other: np.ndarray) -> Batch:
             return x
         other = np.roll(x, max(1, len(x) // 2 - 1), 0)
         # Equal rows must be replaced, too; smaller numbers stay in most ranges.
-        other = (0.75 * other).astype(x.dtype) if np.issubdtype(x.dtype, np.inexact) else other
+        other = (0.75 * other).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else other
         return np.where(is_other.reshape(-1, *[1] * (x.ndim - 1)), other, x)
 
     return jax.tree.map(replaced, batch)
@@ -186,8 +191,8 @@ def _picked(batch: Batch, rows: slice | np.ndarray) -> Batch:
 
 
 def _read(found: Pass) -> Pass:
-    """Copies results to the host, in at least 32 bits; random keys become 0."""
-    return jax.tree.map(lambda x: np.zeros(()) if _is_key(x) else _widened(np.asarray(x)), found)
+    """Copies results to the host, in at least 32 bits; random keys stay."""
+    return jax.tree.map(lambda x: x if _is_key(x) else _widened(np.asarray(x)), found)
 
 
 def _is_key(x: Array) -> bool:
@@ -205,7 +210,8 @@ def _widened(x: np.ndarray) -> np.ndarray:
 
 
 def _arrays(tree: PyTree) -> list[np.ndarray]:
-    return jax.tree.leaves(tree)
+    """The arrays of a tree that hold numbers: none of random keys."""
+    return [x for x in jax.tree.leaves(tree) if not _is_key(x)]
 
 
 def _differ(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:

@@ -261,13 +261,8 @@ def test_fit_and_evaluate_report_the_objective():
             "depends on the other examples of the batch",
         ),
         (lambda a, b, r: a(b.inputs[0], x=1)[:, 0], TypeError, "by position or by keyword"),
-        (
-            lambda a, b, r: jax.vmap(lambda x: a(x[None])[0, 0])(b.inputs[0]),
-            ValueError,
-            r"outputs of shape \(1, 1\) for a batch of 8 examples.* Call apply on the whole batch",
-        ),
     ],
-    ids=["scalar", "none", "two losses", "aux", "coupled", "inputs", "by example"],
+    ids=["scalar", "none", "two losses", "aux", "coupled", "inputs"],
 )
 def test_what_is_no_objective_is_refused_in_words(objective, error, message):
     with pytest.raises(error, match=message):

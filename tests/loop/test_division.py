@@ -1,0 +1,255 @@
+"""Results that a division of the batch or padding would change: refused, or kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from marks import slow
+
+import flaxfit as ff
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(20, 4)).astype(np.float32)
+Y = rng.normal(size=(20, 2)).astype(np.float32)
+W = rng.normal(size=(4, 2)).astype(np.float32)
+ONE = jax.devices()[:1]
+FOUR = {
+    "shard_map": lambda: ff.DataParallel(jax.devices()[:4]),
+    "pmap": lambda: ff.DataParallel(jax.devices()[:4], implementation="pmap"),
+    "virtual": lambda: ff.DataParallel(ONE, virtual_replicas=4),
+}
+
+
+def model_of(function, strategy, loss="mse", state=None, **options):
+    """A model of `function(params, inputs, state) -> outputs, collections`, with these options."""
+
+    def init(rngs, *inputs):
+        return {"params": {"w": jnp.asarray(W)}, **(state or {})}
+
+    def apply(variables, *inputs, rngs=None, mutable=False):
+        found = function(variables["params"]["w"], *inputs, variables)
+        outputs, updates = found if isinstance(found, tuple) else (found, {})
+        return outputs if mutable is False else (outputs, updates)
+
+    return ff.Model((init, apply), optax.sgd(0.1), loss, strategy=strategy, **options)
+
+
+def segments(w, x, variables):
+    """Message passing: each row receives the sum over its group."""
+    group = jnp.zeros(len(x), int)
+    return (x + jax.ops.segment_sum(x, group, 1)[group]) @ w
+
+
+COMBINING = {
+    "segments": segments,
+    "parents": lambda w, x, _: (x[jnp.arange(len(x)) // 2] + x) @ w,
+    "ranks": lambda w, x, _: (x + jnp.argsort(jnp.argsort(x, 0), 0)) @ w,
+    "first row": lambda w, x, _: (x - x[0]) @ w,
+    "Fourier transform": lambda w, x, _: jnp.abs(jnp.fft.fft(x, axis=0)) @ w,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("segments", "shard_map"),
+        ("parents", "virtual"),
+        slow("ranks", "pmap"),
+        slow("first row", "shard_map"),
+        slow("Fourier transform", "pmap"),
+    ],
+)
+def test_a_model_that_combines_rows_is_not_divided(name, strategy):
+    model = model_of(COMBINING[name], FOUR[strategy]())
+    for call in (
+        lambda: model.fit(X, Y, 20, verbose=0),
+        lambda: model.evaluate(X, Y, batch_size=20, verbose=0),
+        lambda: model.predict(X, batch_size=20, verbose=0),
+    ):
+        with pytest.raises(ValueError, match=r"from other examples of its batch.*Sharded\(\)"):
+            call()
+
+
+@pytest.mark.parametrize("name", [slow("segments"), "parents"])
+def test_its_rests_are_not_padded(name):
+    model = model_of(COMBINING[name], ff.DataParallel(ONE))
+    parts = [slice(0, 16), slice(16, 20)]
+    outputs = [np.asarray(COMBINING[name](W, jnp.asarray(X[part]), {})) for part in parts]
+    np.testing.assert_allclose(
+        model.predict(X, batch_size=16, verbose=0), np.concatenate(outputs), rtol=1e-5
+    )
+    expected = np.mean((np.concatenate(outputs) - Y) ** 2)
+    found = model.evaluate(X, Y, batch_size=16, verbose=0)["loss"]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["position", slow("number of rows")])
+def test_rows_that_depend_on_their_place_or_number_are_refused(name):
+    functions = {
+        "position": lambda w, x, _: (x + jnp.arange(len(x))[:, None]) @ w,
+        "number of rows": lambda w, x, _: (x / len(x)) @ w,
+    }
+    with pytest.raises(ValueError, match="from other examples of its batch"):
+        model_of(functions[name], FOUR["shard_map"]()).fit(X, Y, 20, verbose=0)
+
+
+def counted(w, x, variables):
+    return x @ w, {"stats": {"rows": variables["stats"]["rows"] + len(x)}}
+
+
+def averaged(w, x, variables):
+    return x @ w, {"stats": {"rows": 0.9 * variables["stats"]["rows"] + 0.1 * x.mean()}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "option"),
+    [
+        ("shard_map", 1, "4 devices.*jax.lax.psum"),
+        slow("virtual", 1, "virtual_replicas=4"),
+        (None, 4, "accumulate=4.*accumulate=1"),
+    ],
+)
+def test_a_state_that_is_not_the_mean_of_its_parts_is_refused(strategy, accumulate, option):
+    function, start = (counted, 0.0) if accumulate == 1 else (averaged, 1.0)
+    state = {"stats": {"rows": jnp.asarray(start)}}
+    place = FOUR[strategy]() if strategy else ff.DataParallel(ONE)
+    model = model_of(function, place, state=state, accumulate=accumulate)
+    with pytest.raises(ValueError, match=f"{option}") as error:
+        model.fit(X, Y, 20, verbose=0)
+    assert "'stats/rows'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "accumulate"), [(averaged, 1), slow(counted, 4)], ids=["mean", "chained sum"]
+)
+def test_one_that_is_has_the_value_of_one_device(function, accumulate):
+    state = {"stats": {"rows": jnp.asarray(0.0)}}
+    place = FOUR["shard_map"]() if accumulate == 1 else ff.DataParallel(ONE)
+    models = [
+        model_of(function, place, state=state, accumulate=accumulate),
+        model_of(function, ff.DataParallel(ONE), state=state),
+    ]
+    found = []
+    for model in models:
+        model.fit(X, Y, 20, verbose=0)
+        found.append(model.state.model_state["stats"]["rows"])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+class Codebook(nn.Module):
+    """Counts in the step how often each row of a table is the nearest, over all replicas."""
+
+    axis: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        usage = self.variable("codes", "usage", jnp.zeros, (4,))
+        used = jax.nn.one_hot(nn.Dense(4)(x).argmax(-1), 4).sum(0)
+        if self.axis is not None and not self.is_initializing():
+            used = jax.lax.psum(used, self.axis)
+        usage.value = used
+        return nn.Dense(2)(x)
+
+
+@pytest.mark.slow
+def test_a_module_that_sums_over_the_replicas_is_right():
+    counts = []
+    for place, axis in ((ff.DataParallel(ONE), None), (FOUR["shard_map"](), "replica")):
+        model = ff.Model(Codebook(axis), optax.sgd(0.1), "mse", strategy=place)
+        model.fit(X, Y, 20, verbose=0)
+        counts.append(model.state.model_state["codes"]["usage"])
+    np.testing.assert_array_equal(*counts)
+    with pytest.raises(ValueError, match="'codes/usage'"):
+        ff.Model(Codebook(), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]()).fit(
+            X, Y, 20, verbose=0
+        )
+
+
+class Sown(nn.Module):
+    reduce: str
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(2)(x)
+        self.sow("losses", "size", getattr(jnp, self.reduce)(h**2))
+        return h
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"), [("shard_map", 1), slow("virtual", 1), slow(None, 4)]
+)
+def test_a_penalty_that_is_a_sum_is_refused(strategy, accumulate):
+    place = FOUR[strategy]() if strategy else ff.DataParallel(ONE)
+    model = ff.Model(Sown("sum"), optax.sgd(0.1), "mse", strategy=place, accumulate=accumulate)
+    with pytest.raises(ValueError, match="the penalty that the model adds .* a mean over"):
+        model.fit(X, Y, 20, verbose=0)
+
+
+@pytest.mark.slow
+def test_a_penalty_that_is_a_mean_has_the_value_of_one_device():
+    found = []
+    for place in (ff.DataParallel(ONE), FOUR["shard_map"](), FOUR["virtual"]()):
+        model = ff.Model(Sown("mean"), optax.sgd(0.1), "mse", strategy=place)
+        history = model.fit(X, Y, 20, epochs=2, verbose=0)
+        found.append([*history["loss"], model.evaluate(X, Y, batch_size=20, verbose=0)["loss"]])
+    np.testing.assert_allclose(found[1:], found[:1] * 2, rtol=1e-5)
+
+
+class Normalized(nnx.Module):
+    """BatchNorm, and perhaps the mean of the batch besides."""
+
+    def __init__(self, *, is_centered):
+        self.layer, self.is_centered = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), is_centered
+        self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        h = self.norm(self.layer(x))
+        return h - h.mean(0) if self.is_centered else h
+
+
+@pytest.mark.slow
+def test_batchnorm_is_tried_in_evaluation_mode():
+    model = ff.Model(Normalized(is_centered=True), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]())
+    with pytest.raises(ValueError, match="from other examples of its batch"):
+        model.fit(X, Y, 20, verbose=0)
+    model = ff.Model(Normalized(is_centered=False), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]())
+    model.fit(X, Y, 20, verbose=0)
+
+
+@pytest.mark.slow
+def test_a_loss_that_compares_rows_is_refused_beside_batchnorm_too():
+    def loss(outputs, targets):
+        return ((outputs - outputs.mean(0) - targets) ** 2).mean(-1)
+
+    model = ff.Model(Normalized(is_centered=False), optax.sgd(0.1), loss, strategy=FOUR["pmap"]())
+    with pytest.raises(ValueError, match="The loss gives each example a value that depends"):
+        model.fit(X, Y, 20, verbose=0)
+
+
+def residual(apply, batch, rngs):
+    """The square of u' + u at each point, and of u - 1 at a fixed boundary."""
+    (x,) = batch.inputs
+    slopes = jax.vmap(jax.grad(lambda row: apply(row[None])[0, 0]))(x)
+    boundary = apply(jnp.zeros((3, 4)))
+    return (slopes[:, 0] + apply(x)[:, 0]) ** 2 + ((boundary[:, 0] - 1) ** 2).mean()
+
+
+@pytest.mark.slow
+def test_an_objective_that_differentiates_by_row_is_accepted():
+    found = []
+    for place in (ff.DataParallel(ONE), FOUR["shard_map"]()):
+        model = model_of(lambda w, x, _: x @ w, place, None, objective=residual)
+        found.append(model.fit(X, batch_size=20, epochs=2, verbose=0)["loss"])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_what_is_neither_divided_nor_padded_is_not_asked():
+    model = model_of(
+        segments, ff.DataParallel(ONE), lambda o, t: ((o - o.mean(0) - t) ** 2).mean(-1)
+    )
+    model.fit(X, Y, 10, verbose=0)
+    model.evaluate(X, Y, batch_size=10, verbose=0)
+    model.predict(X, batch_size=10, verbose=0)

@@ -1,0 +1,140 @@
+"""What a trial finds in programs that combine rows, and does not find in programs that do not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxfit.data._batch import Batch
+from flaxfit.step._passes import prove
+from flaxfit.step._trial import Pass, try_halves, try_rows
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(16, 4)).astype(np.float32)
+NEIGHBORS = rng.integers(0, 4, (16, 3))
+W = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32)
+
+
+def scanned(x):
+    def add(carry, row):
+        return (0.5 * carry + row,) * 2
+
+    return jax.lax.scan(add, jnp.zeros(x.shape[1:]), x)[1]
+
+
+def unsorted(x):
+    order = jnp.argsort(x[:, 0])
+    return jnp.tanh(x[order])[jnp.argsort(order)]
+
+
+def highest(x):
+    return jax.lax.fori_loop(0, len(x), lambda i, best: jnp.maximum(best, x[i]), jnp.full(4, -9.0))
+
+
+COMBINING = {
+    "mean": lambda x: x - x.mean(0),
+    "products": lambda x: (x @ x.T) @ x,
+    "sort": lambda x: jnp.sort(x, 0),
+    "reverse": lambda x: x[::-1],
+    "roll": lambda x: jnp.roll(x, 1, 0),
+    "scan": scanned,
+    "associative scan": lambda x: jax.lax.associative_scan(jnp.add, x),
+    "cumulative sum": lambda x: jnp.cumsum(x, 0),
+    "first row": lambda x: x - x[0],
+    "best row": lambda x: x - x[jnp.argmax(x[:, 0])],
+    "Fourier transform": lambda x: jnp.abs(jnp.fft.fft(x, axis=0)),
+    "ranks": lambda x: jnp.argsort(jnp.argsort(x, 0), 0).astype(jnp.float32),
+    "loop": lambda x: x - highest(x),
+    "neighbors": lambda x: x[NEIGHBORS[: len(x)]].mean(1),
+    "segments": lambda x: x - jax.ops.segment_sum(x, jnp.zeros(len(x), int), 1)[0],
+    "number of rows": lambda x: x / len(x),
+    "position": lambda x: x * jnp.arange(len(x))[:, None],
+    "pairs": lambda x: jnp.repeat(x.reshape(-1, 2, 4).sum(1), 2, 0),
+    "joined rows": lambda x: (
+        jnp.tanh(x.reshape(-1, 8)).reshape(-1, 4) + x.reshape(-1, 8)[:, :1].sum()
+    ),
+}
+KEEPING = {
+    "product": lambda x: x @ W,
+    "sort and back": unsorted,
+    "layer norm": lambda x: x - x.mean(1, keepdims=True),
+    "map": lambda x: jax.lax.map(lambda row: jnp.tanh(row @ W), x),
+    "dropout": lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape),
+    "gradient by row": lambda x: jax.vmap(jax.grad(lambda row: jnp.sin(row @ W).sum()))(x),
+    "gradient of a sum": lambda x: jax.grad(lambda x: jnp.sin(x @ W).sum())(x),
+    "fixed points": lambda x: x + jnp.tanh(jnp.ones((8, 4)) @ W).mean(0),
+    "sort in a row": lambda x: jnp.sort(x, 1),
+    "gather in a row": lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
+    "merged axes": lambda x: jnp.tanh(x.reshape(-1, 2) @ W[:2, :2]).reshape(-1, 4),
+}
+
+
+def run_of(function):
+    return jax.jit(lambda state, batch, seed: Pass({"it": function(*batch.inputs)}))
+
+
+def is_proven(function):
+    def run(state, batch, states, seed):
+        return Pass({"it": function(*batch.inputs)})
+
+    return prove(run, (), Batch((X,)), (), 4, 4).is_apart
+
+
+@pytest.mark.parametrize("name", COMBINING)
+def test_a_program_that_combines_rows_is_found_and_never_proven(name):
+    run = run_of(COMBINING[name])
+    assert not is_proven(COMBINING[name])
+    assert try_rows(run, (), Batch((X,))) or try_halves(run, (), Batch((X,))).rows == "it"
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_program_that_keeps_rows_apart_is_not_blamed(name):
+    run = run_of(KEEPING[name])
+    assert not try_rows(run, (), Batch((X,)))
+    assert not any(try_halves(run, (), Batch((X,)), draws=name == "dropout"))
+
+
+def test_most_programs_that_keep_rows_apart_are_proven():
+    unproven = {name for name, function in KEEPING.items() if not is_proven(function)}
+    assert unproven <= {"sort and back", "map", "gather in a row"}
+
+
+@pytest.mark.parametrize("n", [1, 3, 16])
+def test_few_or_equal_rows_are_enough(n):
+    batch = Batch((np.ones((n, 4), np.float32),))
+    assert try_rows(run_of(COMBINING["mean"]), (), batch) == "it"
+    assert not try_rows(run_of(KEEPING["product"]), (), batch)
+
+
+STATES = {
+    "number of rows": (lambda x: jnp.float32(len(x)), False),
+    "whole number of rows": (lambda x: jnp.int32(len(x)), False),
+    "sum": (lambda x: x.sum(0), False),
+    "average of a sum": (lambda x: 0.9 * 3 + 0.1 * x.sum(0), False),
+    "maximum": (lambda x: x.max(0), False),
+    "mean": (lambda x: x.mean(0), True),
+    "average of a mean": (lambda x: 0.9 * 3 + 0.1 * x.mean(0), True),
+    "number of calls": (lambda x: jnp.int32(1), True),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_and_penalty_have_to_be_means_of_those_of_the_halves(name):
+    function, is_kept = STATES[name]
+
+    def run(state, batch, seed):
+        value = function(*batch.inputs)
+        return Pass({}, state={"seen": {"it": value}}, penalty=jnp.sum(value))
+
+    found = try_halves(jax.jit(run), (), Batch((X,)))
+    assert (found.state, bool(found.penalty)) == ("" if is_kept else "seen/it", not is_kept)
+
+
+@pytest.mark.parametrize(("reduce", "is_kept"), [(jnp.sum, False), (jnp.mean, True)])
+def test_a_random_penalty_is_compared_by_its_magnitude(reduce, is_kept):
+    def run(state, batch, seed):
+        key = jax.random.fold_in(jax.random.key(0), seed)
+        (x,) = batch.inputs
+        return Pass({}, penalty=reduce((x + 0.1 * jax.random.normal(key, x.shape)) ** 2))
+
+    assert bool(try_halves(jax.jit(run), (), Batch((X,)), draws=True).penalty) != is_kept
