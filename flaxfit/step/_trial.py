@@ -173,17 +173,24 @@ def _some_rows(run: Run, state: PyTree, batch: Batch) -> Batch:
 
 
 def _with_other_rows(batch: Batch, is_other: np.ndarray) -> Batch:
-    """Replaces rows by others of the batch, and numbers among them by smaller ones."""
+    """Replaces rows by others of the batch with smaller values, of each array by other factors."""
 
-    def replaced(x: np.ndarray) -> np.ndarray:
+    def replaced(number: int, x: np.ndarray) -> np.ndarray:
         if not x.ndim:
             return x
         other = np.roll(x, max(1, len(x) // 2 - 1), 0)
-        # Equal rows must be replaced, too; smaller numbers stay in most ranges.
-        other = (0.75 * other).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else other
+        # Equal rows must be replaced, too, and outputs that equal their targets must no longer;
+        # smaller values stay in most ranges.
+        if other.dtype == bool:
+            other = np.zeros_like(other)
+        elif jnp.issubdtype(other.dtype, jnp.inexact):
+            other = (0.8 ** (1 + number) * other).astype(x.dtype)
+        else:
+            other = other // 2
         return np.where(is_other.reshape(-1, *[1] * (x.ndim - 1)), other, x)
 
-    return jax.tree.map(replaced, batch)
+    leaves, structure = jax.tree.flatten(batch)
+    return structure.unflatten([replaced(i, x) for i, x in enumerate(leaves)])
 
 
 def _picked(batch: Batch, rows: slice | np.ndarray) -> Batch:
