@@ -12,6 +12,7 @@ from flaxfit.step._compare import ForwardPass, weights_of
 from flaxfit.step._passes import (
     MODEL,
     OBJECTIVE,
+    Proof,
     comparison_of,
     has_statistics,
     outputs_of,
@@ -160,13 +161,14 @@ class Division(NamedTuple):
             return "", Difference()
         n_shares = self.n_replicas * self.n_parts
         run, n = self.strategy.bind(self.run), max(2, -(-n_examples(batch) // n_shares))
-        factor = n_shares if n_shares > 1 else 2
         found: tuple[str, Difference] = "", Difference()
         if runs_eagerly(run):
-            found = self._tried(run, self._own(state), batch, states, draws=True)
-        elif not (proof := prove(run, state, batch, states, n, factor)).is_apart:
-            own = self._own(state)
-            found = self._tried(jax.jit(run), own, batch, states, draws=proof.draws)
+            found = self._tried(run, self._own(state), batch, states, Proof(is_apart=False))
+        else:
+            traced = run if self.strategy.axis_name is None else self.run
+            proof = prove(traced, state, batch, states, n, n_shares if n_shares > 1 else 2)
+            if not proof.is_apart:
+                found = self._tried(jax.jit(run), self._own(state), batch, states, proof)
         if self.strategy.n_processes > 1:
             told = exchange("whether a batch may be divided", [found[0], *found[1]])
             first = next((each for each in told if any(each)), told[0])
@@ -184,29 +186,29 @@ class Division(NamedTuple):
         return self.strategy.bind(run)(self._own(state), batch, states)
 
     def _tried(
-        self, run: Function, state: PyTree, batch: Batch, states: PyTree, *, draws: bool
+        self, run: Function, state: PyTree, batch: Batch, states: PyTree, proof: Proof
     ) -> tuple[str, Difference]:
         """Tries it, where it is not proved."""
 
         def one(state: PyTree, batch: Batch, seed: int) -> PyTree:
             return run(state, batch, states, seed)
 
-        options = {"is_noisy": self.is_noisy, "draws": draws}
-        mixed = try_rows(one, state, batch)
-        halves = Difference()
-        if not mixed:
-            halves = try_halves(one, state, batch, **options)
-        changed = halves._replace(rows=mixed or halves.rows)
-        mixed = changed.rows
         axis = self.strategy.axis_name
-        if any(changed) and axis is not None and self.n_parts == 1:
-            mapped = jax.jit(jax.vmap(self.run, (None, 0, None, None), axis_name=axis))
+        mapped = jax.jit(jax.vmap(self.run, (None, 0, None, None), axis_name=axis))
 
-            def together(state: PyTree, halves: Batch, seed: int) -> PyTree:
-                return mapped(state, halves, states, seed)
+        def together(state: PyTree, halves: Batch, seed: int) -> PyTree:
+            return mapped(state, halves, states, seed)
 
-            again = try_halves(one, state, batch, together=together, **options)
-            changed = again if not any(again) else changed
+        options = {"is_noisy": self.is_noisy, "draws": proof.draws}
+        mixed, changed = try_rows(one, state, batch), Difference()
+        is_joint = proof.names_axis and self.n_parts == 1
+        if is_joint:
+            changed = try_halves(one, state, batch, together=together, **options)
+        elif not mixed:
+            changed = try_halves(one, state, batch, **options)
+            mixed = changed.rows
+        if mixed and not is_joint:
+            changed = Difference(rows=mixed)
         if self.n_parts > 1 and not mixed:
 
             def continued(state: PyTree, new: PyTree) -> PyTree:

@@ -20,6 +20,7 @@ from flaxfit.step._trial import Pass
 from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._shapes import shapes_of
+from flaxfit.tree._single_replica import unbound_axis
 from flaxfit.tree._types import Function, PyTree
 
 MODEL, OBJECTIVE = "The model", "The objective"
@@ -131,15 +132,17 @@ class Proof(NamedTuple):
 
     is_apart: bool
     """Whether they prove that dividing the batch keeps the results."""
-    draws: bool
+    draws: bool = True
     """Whether numbers are drawn at random, as far as that is known."""
+    names_axis: bool = False
+    """Whether it names the axis of replicas, and may combine these by itself."""
 
 
 def prove(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, factor: int) -> Proof:
     """Tries to prove from two traces that dividing the batch keeps the results of a pass.
 
     Args:
-      run: the pass, bound by the strategy.
+      run: the pass; where an axis of replicas is mapped, without that axis.
       state: the state.
       batch: a batch, or its shapes.
       states: the variables of companions.
@@ -149,8 +152,10 @@ def prove(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, fa
     try:
         one, found = _traced(run, state, batch, states, n)
         two, _ = _traced(run, state, batch, states, factor * n)
+    except NameError as error:
+        return Proof(is_apart=False, names_axis=unbound_axis(error) is not None)
     except Exception:  # It takes one batch size only, or needs values.
-        return Proof(is_apart=False, draws=True)
+        return Proof(is_apart=False)
     is_row = jax.tree.map(lambda x: jnp.ndim(x) > 0, batch)
     leaves = [
         *jax.tree.map(lambda x: FREE, jax.tree.leaves(state)),

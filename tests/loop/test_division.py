@@ -162,6 +162,9 @@ def test_a_module_that_sums_over_the_replicas_is_right():
         model.fit(X, Y, 20, verbose=0)
         counts.append(model.state.model_state["codes"]["usage"])
     np.testing.assert_array_equal(*counts)
+    numbered = model_of(lambda w, x, _: x @ w + jax.lax.axis_index("replica"), FOUR["pmap"]())
+    with pytest.raises(ValueError, match="from other examples of its batch"):
+        numbered.fit(X, Y, 20, verbose=0)
     with pytest.raises(ValueError, match="'codes/usage'"):
         ff.Model(Codebook(), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]()).fit(
             X, Y, 20, verbose=0
