@@ -165,8 +165,10 @@ class Division(NamedTuple):
         if runs_eagerly(run):
             found = self._tried(run, self._own(state), batch, states, Proof(is_apart=False))
         else:
-            traced = run if self.strategy.axis_name is None else self.run
-            proof = prove(traced, state, batch, states, n, n_shares if n_shares > 1 else 2)
+            given = state, batch, states, n, n_shares if n_shares > 1 else 2
+            proof = prove(run if self.strategy.axis_name is None else self.run, *given)
+            if proof.names_axis:
+                proof = prove(run, *given)._replace(is_apart=False, names_axis=True)
             if not proof.is_apart:
                 found = self._tried(jax.jit(run), self._own(state), batch, states, proof)
         if self.strategy.n_processes > 1:
