@@ -52,7 +52,7 @@ class Model(Examination, AnswersOtherNames):
         the model, the loss and the metrics see values. It is many times slower.
       seed: the seed for parameter initialization, shuffling and dropout.
       compilation_cache: a folder for JAX's persistent compilation cache, which saves later
-        processes from compiling. "auto": a per-user folder of at most 1 GiB, unless JAX has one
+        processes from compiling. "auto": a per-user folder, trimmed to 1 GiB, unless JAX has one
         configured; None: no change.
       snapshot: where checkpoints store their arrays: "device", "host" or "none"; see `TrainLoop`.
       eval_rngs: the random streams of `evaluate`, `predict` and validation. Their keys depend on
