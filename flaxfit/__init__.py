@@ -12,7 +12,6 @@ from typing import Any
 from flaxfit.callbacks._history import History as History
 from flaxfit.data import ArrayStream as ArrayStream
 from flaxfit.data._batch import Batch as Batch
-from flaxfit.display._tracebacks import hide_internals as _hide_internals
 from flaxfit.distributed._initialize import initialize as initialize
 from flaxfit.distributed._processes import is_main as is_main
 from flaxfit.distributed._processes import process_count as process_count
@@ -65,19 +64,6 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-
-for _public in (
-    "callbacks",
-    "checkpoints",
-    "data",
-    "losses",
-    "metrics",
-    "modules",
-    "optim",
-    "strategies",
-):
-    _hide_internals(f"{__name__}.{_public}")
-_hide_internals(__name__)
 
 _SUBPACKAGES = frozenset(
     (

@@ -13,7 +13,7 @@ import optax
 from flax import linen as nn
 
 from flaxfit import losses, strategies
-from flaxfit.display._tracebacks import hide_internals as _hide_internals
+from flaxfit.display import _tracebacks
 from flaxfit.model import _model
 from flaxfit.tree._types import ArrayLike, LossFn
 
@@ -159,6 +159,7 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
       n_features_in_: the size of the second axis of the inputs.
     """
 
+    @_tracebacks.short_errors
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike = None) -> Self:
         """Trains from the beginning.
 
@@ -225,6 +226,7 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
         tags.target_tags.multi_output = True
         return tags
 
+    @_tracebacks.short_errors
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike = None) -> Self:
         """Trains from the beginning.
 
@@ -291,6 +293,3 @@ def _optimizer_of(optimizer: object, learning_rate: float | optax.Schedule) -> o
             "function of the learning rate, or a transformation."
         )
     return make(learning_rate) if callable(make) else make
-
-
-_hide_internals(__name__)

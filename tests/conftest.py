@@ -107,16 +107,6 @@ def pytest_configure(config):
     config.pluginmanager.register(ContinuedExamples())
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _keep_free_memory():
-    """The memory of each compiler is taken up by the next: to give it back takes milliseconds."""
-    from flaxfit.strategies import _compilation
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_compilation, "give_back_free_memory", lambda: None)
-        yield
-
-
 @pytest.fixture(scope="session")
 def environment():
     """The environment for processes of Python that are to share what they compile.

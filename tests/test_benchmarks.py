@@ -204,7 +204,7 @@ def test_the_costs_of_objectives_are_measured(run_child):
     assert memory and int(memory[1]) <= 12
 
 
-@pytest.mark.thorough  # Of each form it compiles nothing, as `model/test_shared_programs.py` tests.
+@pytest.mark.thorough
 def test_what_a_further_fold_compiles_is_measured(environment, run_child):
     pytest.importorskip("sklearn", reason="needs the digits that scikit-learn brings")
     done = run_child(

@@ -10,6 +10,7 @@ from flaxfit.checkpoints._record import Record, read_record
 from flaxfit.checkpoints._retention import intact_records, ranking
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.display import say
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.distributed._processes import exchange, from_main
 from flaxfit.state._template import TemplateOf
 from flaxfit.state._train_state import InferenceState, TrainState
@@ -197,6 +198,7 @@ class CheckpointFileReader:
         return [path.name for path in (*paths, *_folder.foreign(self.folder))]
 
 
+@short_errors
 def restore(
     folder: str | os.PathLike[str],
     target: TrainState | InferenceState | None = None,

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flaxfit.checkpoints._writer import CheckpointFileWriter
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._types import Json
 
 
+@short_errors
 def save(
     folder: str | os.PathLike[str],
     checkpoint: Checkpoint | TrainState,

@@ -24,6 +24,7 @@ from flaxfit.checkpoints._tree import (
     on_device,
     unflatten,
 )
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.state._train_state import InferenceState, TrainState
 from flaxfit.tree._types import PyTree
 
@@ -71,6 +72,7 @@ def save_weights(path: str | os.PathLike[str], weights: PyTree) -> Path:
     return target
 
 
+@short_errors
 def load_weights(
     path: str | os.PathLike[str],
     target: PyTree = None,

@@ -21,6 +21,7 @@ from flaxfit.data._libraries import (
     regular_size,
 )
 from flaxfit.data._stream import is_shared
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.tree._dtypes import check_dense, is_array, is_node, is_sparse
 from flaxfit.tree._types import Data, Json, PyTree
 
@@ -31,6 +32,7 @@ _ACCEPTED = (
 )
 
 
+@short_errors
 def as_stream(
     data: Data,
     *,

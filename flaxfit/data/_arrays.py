@@ -9,6 +9,7 @@ import numpy as np
 from flaxfit.data._columns import Column, common_length
 from flaxfit.data._position import check_description
 from flaxfit.data._sample_weights import check_weights_shape
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.distributed._processes import process_count, process_index
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._types import ArrayLike, Json, PyTree
@@ -55,6 +56,7 @@ class ArrayStream:
 
     shared = False
 
+    @short_errors
     def __init__(
         self,
         x: PyTree,

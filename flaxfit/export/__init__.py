@@ -1,6 +1,5 @@
 """Export: trained models as files that run without their code, each compared with its source."""
 
-from flaxfit.display._tracebacks import hide_internals as _hide_internals
 from flaxfit.export._compare import ExportReport as ExportReport
 from flaxfit.export._exported_model import ExportedModel as ExportedModel
 from flaxfit.export._module import JaxModule as JaxModule
@@ -26,5 +25,3 @@ __all__ = [
     "save_saved_model",
     "write",
 ]
-
-_hide_internals(__name__)

@@ -12,6 +12,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.export import _archive
 from flaxfit.export._compare import RTOL, ExportReport, write_compared
 from flaxfit.export._exported_model import ExportedModel
@@ -22,6 +23,7 @@ from flaxfit.tree._checks import local_path
 from flaxfit.tree._types import Function, PyTree
 
 
+@short_errors
 def save(
     module: JaxModule,
     path: str | os.PathLike[str],
@@ -81,6 +83,7 @@ def save(
     return write_compared(module, path, "StableHLO", write, samples=samples, rtol=rtol)
 
 
+@short_errors
 def load(path: str | os.PathLike[str]) -> ExportedModel:
     """Reads what `save` wrote; call it, or one of its `methods`.
 

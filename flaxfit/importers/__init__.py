@@ -1,6 +1,5 @@
 """Pretrained weights from other libraries' files: read lazily, renamed by rules, checked."""
 
-from flaxfit.display._tracebacks import hide_internals as _hide_internals
 from flaxfit.importers._fill import fill as fill
 from flaxfit.importers._lazy import LazyArray as LazyArray
 from flaxfit.importers._lazy import LazyAwaitableArray as LazyAwaitableArray
@@ -34,5 +33,3 @@ __all__ = [
     "restore_from_t5",
     "t5_translator",
 ]
-
-_hide_internals(__name__)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._msgpack import load_msgpack
 from flaxfit.importers._npz import load_npz
@@ -22,6 +23,7 @@ _BY_SUFFIX: dict[str, Callable[..., dict[str, LazyArray]]] = {
 }
 
 
+@short_errors
 def load(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Opens a checkpoint with the reader for its suffix, or for the content of its folder.
 

@@ -1,35 +1,33 @@
 """The compilation cache: a folder of compiled programs that later processes read."""
 
+import contextlib
+import functools
 import hashlib
 import os
 import platform
+import stat
 import sys
 import tempfile
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from flaxfit.loop._program_folder import ProgramFolder
 from flaxfit.tree._checks import local_path
 
 _SWITCH = "FLAXFIT_COMPILATION_CACHE"
 _OFF = ("", "0", "none", "off")
 _MOST = 2**30
-"""Bytes of all programs in the folder of "auto"."""
-
-_in_use: list[Path | None] = []
-"""The folder of "auto" that this process uses, or None if it has none; empty before it is asked."""
+"""Bytes that the folder of "auto" is trimmed to when a process starts to use it."""
 
 
 def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
     """Sets the folder of JAX's persistent compilation cache for all programs of this process.
 
     Args:
-      folder: the folder of the cache; "auto": a per-user folder of at most 1 GiB, unless JAX has
+      folder: the folder of the cache; "auto": a per-user folder, trimmed to 1 GiB, unless JAX has
         one configured; None: no change.
 
     Raises:
@@ -61,40 +59,56 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
         jax.config.update(name, value)
     # JAX reads the folder once only, when it first compiles.
     compilation_cache.reset_cache()
-    _in_use.clear()
 
 
 def _use_own() -> None:
-    """Uses the folder of this user, where neither the user nor JAX has another one."""
+    """Uses the folder of this user, unless the user or JAX has chosen another one."""
     given = os.environ.get(_SWITCH, "auto")
     if jax.config.jax_compilation_cache_dir or given.lower() in _OFF:
         return
     if given != "auto":
         use_compilation_cache(given)
-        return
-    if _in_use:
-        return
+    # Processes that compile one program together must all read it, or none of them.
+    elif not jax.distributed.is_initialized():
+        use_compilation_cache(_prepared_folder())
+
+
+@functools.cache  # Warns once.
+def _prepared_folder() -> Path | None:
+    """Creates the folder of this user and trims it; warns and returns None if that fails."""
     path = None
     try:
         path = _own_folder()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
         _check_is_own(path)
-        _install(ProgramFolder(path, _MOST))
-    except (
-        OSError,
-        RuntimeError,
-        AttributeError,
-        ImportError,
-    ) as error:  # No home, or no such JAX.
-        _in_use.append(None)
+        _trim(path, _MOST)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home.
         warnings.warn(
             f"Compiled programs are not kept in {path or 'a folder'}: {error}. "
             f"compilation_cache=None or the environment variable {_SWITCH}=off is silent.",
-            stacklevel=5,  # Past the wrapper of a public method.
+            stacklevel=6,  # Past the wrapper of a public method.
         )
-        return
-    _in_use.append(path)
+        return None
+    return path
+
+
+def _trim(folder: Path, most: int) -> None:
+    """Deletes the files used least recently until `most` bytes are left."""
+    # JAX's own bound, `jax_compilation_cache_max_size`, needs the package filelock.
+    files = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # Another process may delete it now.
+            about = path.stat()
+            if stat.S_ISREG(about.st_mode):
+                files.append((max(about.st_atime, about.st_mtime), about.st_size, path))
+    size = sum(n for _, n, _ in files)
+    for _, n, path in sorted(files):
+        if size <= most:
+            break
+        with contextlib.suppress(OSError):
+            path.unlink()
+        size -= n
 
 
 def _own_folder() -> Path:
@@ -132,17 +146,3 @@ def _check_is_own(path: Path) -> None:
         about = path.stat()
         if about.st_uid != os.getuid() or about.st_mode & 0o022:
             raise PermissionError("other users can write to it")
-
-
-def _install(cache: ProgramFolder) -> None:
-    # JAX has no public form of a cache of one's own. Its own writes files in place: a process that
-    # is killed, or that reads meanwhile, finds half of a program.
-    from jax._src import compilation_cache as own
-
-    used: Any = own
-    for name in ("_cache", "_cache_initialized", "_cache_initialized_mutex"):
-        getattr(used, name)  # A version without them keeps nothing.
-    compilation_cache.reset_cache()
-    if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:  # The default.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    used._cache, used._cache_initialized = cache, True

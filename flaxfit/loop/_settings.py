@@ -73,8 +73,8 @@ class Settings(RunState):
         """The optimizer's hyperparameters by name, or for groups by group and name.
 
         An `OptimizerDef`, a `MultiOptimizer` and `optax.inject_hyperparams` have them. A scheduled
-        one has the value of the latest step. Of a plain optimizer, such as `optax.adam(1e-3)`,
-        it is the learning rate, if that can be determined.
+        one has the value of the latest step. Of a plain optimizer that ends in a scaling by a
+        number, such as `optax.adam(1e-3)`, it is the learning rate.
         """
         return present_hyperparams(self._stepper)
 

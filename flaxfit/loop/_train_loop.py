@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from flaxfit.display import say
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._checkpointing import Checkpointing
 from flaxfit.loop._compilation_cache import use_compilation_cache
@@ -83,6 +84,7 @@ class TrainLoop(Checkpointing):
       TypeError: `init`, `task` or a callback is of the wrong type.
     """
 
+    @short_errors
     def __init__(
         self,
         init: Any,
@@ -133,6 +135,7 @@ class TrainLoop(Checkpointing):
     def __iter__(self) -> Self:
         return self
 
+    @short_errors
     def __next__(self) -> Checkpoint:
         is_done = self.n_steps is not None and self.step >= self.n_steps
         if is_done and self._due is None and not self.n_completed_steps:
@@ -152,6 +155,7 @@ class TrainLoop(Checkpointing):
             )
         return self._end() if checkpoint is None else self.owned(checkpoint)
 
+    @short_errors
     def next_checkpoint(self, *, copy: bool = True) -> Checkpoint:
         """Trains to the next checkpoint step, past `n_steps` if it was reached.
 
@@ -165,6 +169,7 @@ class TrainLoop(Checkpointing):
         checkpoint = self._train_to(self._next_target(), n_total=self.n_steps) or self._no_data()
         return self.owned(checkpoint) if copy else checkpoint
 
+    @short_errors
     def next_step(self, batch: PyTree = None, *, copy: bool = True) -> Checkpoint:
         """Trains a single step, on the next batch of the data or on `batch`.
 

@@ -12,7 +12,7 @@ from flaxfit.optim._extended import late_of
 from flaxfit.optim._generations import Late, fitting
 from flaxfit.optim._hyperparams import group_name, scheduled
 from flaxfit.optim._hyperparams import learning_rates as rates_of
-from flaxfit.optim._plain_rate import live_rate, matched, plain_schedule, told_rate
+from flaxfit.optim._plain_rate import live_rate, matched, plain_rate
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState, with_opt_state
 from flaxfit.task._frozen import with_late
@@ -22,28 +22,24 @@ from flaxfit.tree._types import ArrayLike
 def present_hyperparams(stepper: Stepper) -> dict[str, Any]:
     """The hyperparameters of the optimizer as numbers, in the order of its groups.
 
-    Of a plain optimizer the learning rate alone is known.
+    Of a plain optimizer only a constant learning rate is known.
     """
     opt_state = stepper.state.opt_state
     if stepper.placed.has_hyperparams or stepper.task.step is not None:
         return _on_host(hyperparams(opt_state))
-    rate = told_rate(stepper.task.optimizer, opt_state)
+    rate = plain_rate(stepper.task.optimizer)
     return {} if rate is None else {"learning_rate": rate}
 
 
 def follows_schedule(stepper: Stepper, name: str, group: str | int | None = None) -> bool:
     """Whether a hyperparameter of the optimizer follows a schedule."""
-    if not stepper.placed.has_hyperparams:
-        is_plain = stepper.task.step is None and name == "learning_rate"
-        return is_plain and plain_schedule(stepper.task.optimizer) is not None
     opt_state = stepper.state.opt_state
     return name in scheduled(opt_state, None if group is None else group_name(opt_state, group))
 
 
 def learning_rates(stepper: Stepper) -> dict[str, float]:
-    """The learning rates of the latest step, unless it is the constant of a plain optimizer."""
-    is_live = stepper.placed.has_hyperparams or follows_schedule(stepper, "learning_rate")
-    rates = rates_of(present_hyperparams(stepper)) if is_live else {}
+    """The learning rates of the latest step, unless the optimizer is a plain one."""
+    rates = rates_of(present_hyperparams(stepper)) if stepper.placed.has_hyperparams else {}
     return {
         "learning_rate" if group is None else f"learning_rate/{group}": rate
         for group, rate in rates.items()

@@ -6,6 +6,7 @@ import re
 
 import optax
 
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.losses import (
     _circle,
     _contrastive,
@@ -77,6 +78,7 @@ _IS_LOSS = re.compile(
 _OF_OPTAX = {name: loss for name, loss in vars(optax.losses).items() if _IS_LOSS.fullmatch(name)}
 
 
+@short_errors
 def resolve(loss: str | Loss) -> Loss:
     """Finds the loss function that a user means by a name or a function.
 

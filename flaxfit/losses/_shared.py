@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.display._tracebacks import short
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.tree._types import ArrayLike, LossFn
 
 EPSILON = 1e-7
@@ -31,7 +31,7 @@ def public(loss: LossFn) -> LossFn:
         return loss(*arguments, **named, **options)
 
     # It is the loss itself, not something around it.
-    itself = short(configured)
+    itself = short_errors(configured)
     attributes = vars(itself)
     del attributes["__wrapped__"]
     attributes["__signature__"] = signature

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.losses._names import is_loss, resolve
 from flaxfit.metrics._accuracy import (
     accuracy,
@@ -111,6 +112,7 @@ _TOP = re.compile(r"top_?(\d+)(_accuracy)?")
 MetricLike = Metric | Function | str
 
 
+@short_errors
 def as_metrics(
     metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | MetricLike | None,
 ) -> dict[str, Metric]:

@@ -13,6 +13,7 @@ from flaxfit.callbacks._callback import Callback
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._class_weights import ClassWeightedStream
 from flaxfit.data._fit_arguments import prepare, prepare_inputs
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple
 from flaxfit.model._pass_bar import PassBar
 from flaxfit.model._persistence import Persistence
@@ -36,6 +37,7 @@ class Evaluation(Persistence):
         metrics = sorted(task.metrics, key=lambda name: task.metrics[name].max_rows is not None)
         return [*(["loss"] if has_loss else []), *metrics]
 
+    @short_errors
     def evaluate(
         self,
         x: Data,
@@ -91,6 +93,7 @@ class Evaluation(Persistence):
         self._names = list(found)
         return found if return_dict else _in_order(list(found.values()))
 
+    @short_errors
     def predict(
         self,
         x: Data,
@@ -129,6 +132,7 @@ class Evaluation(Persistence):
             bar.finish({})
         return found
 
+    @short_errors
     def predictions(
         self, x: Data, batch_size: int | None = None, *, steps: int | None = None
     ) -> Iterator[tuple[Batch, PyTree]]:
@@ -172,6 +176,7 @@ class Evaluation(Persistence):
 
         return items()
 
+    @short_errors
     def train_on_batch(
         self,
         x: Data,
@@ -208,6 +213,7 @@ class Evaluation(Persistence):
         listed = [name for name in names if name in numbers or name not in of_step]
         return _in_order([numbers.get(name, math.nan) for name in listed])
 
+    @short_errors
     def test_on_batch(
         self,
         x: Data,
@@ -228,6 +234,7 @@ class Evaluation(Persistence):
         size += -size % self.strategy.n_devices  # A smaller batch may run at its own size.
         return self.evaluate(x, y, size, 0, sample_weight=sample_weight, return_dict=return_dict)
 
+    @short_errors
     def predict_on_batch(self, x: Data) -> PyTree:
         """Returns the outputs for one batch of any size, as `predict` does.
 

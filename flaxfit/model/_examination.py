@@ -10,6 +10,7 @@ from flaxfit.data._batch import normalize
 from flaxfit.data._fit_arguments import prepare_inputs
 from flaxfit.data._rewind import borrowed
 from flaxfit.display import _html, count
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._evaluation import Evaluation
 from flaxfit.model._find_batch_size import find_batch_size
@@ -26,6 +27,7 @@ class Examination(Evaluation):
 
     module: Any
 
+    @short_errors
     def summary(self, x: Data = None) -> None:
         """Prints the layers, the shapes of their outputs, their parameters and what is trained.
 
@@ -61,6 +63,7 @@ class Examination(Evaluation):
         )
         print(text)
 
+    @short_errors
     def find_lr(
         self,
         x: Data,
@@ -97,6 +100,7 @@ class Examination(Evaluation):
         with trial(self._trainer, "find_lr", x, y, sample_weight, batch_size) as loop:
             return find_lr(loop, lowest=lowest, highest=highest, n_steps=n_steps)
 
+    @short_errors
     def find_batch_size(
         self,
         x: Data,

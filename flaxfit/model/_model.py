@@ -10,6 +10,7 @@ from flaxfit import checkpoints
 from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.data._fit_arguments import prepare
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
 from flaxfit.metrics import Metric
@@ -52,7 +53,7 @@ class Model(Examination, AnswersOtherNames):
         the model, the loss and the metrics see values. It is many times slower.
       seed: the seed for parameter initialization, shuffling and dropout.
       compilation_cache: a folder for JAX's persistent compilation cache, which saves later
-        processes from compiling. "auto": a per-user folder of at most 1 GiB, unless JAX has one
+        processes from compiling. "auto": a per-user folder, trimmed to 1 GiB, unless JAX has one
         configured; None: no change.
       snapshot: where checkpoints store their arrays: "device", "host" or "none"; see `TrainLoop`.
       eval_rngs: the random streams of `evaluate`, `predict` and validation. Their keys depend on
@@ -67,6 +68,7 @@ class Model(Examination, AnswersOtherNames):
         `evaluate`, `predict`, `export` and `save_weights` use the average of the parameters.
     """
 
+    @short_errors
     def __init__(
         self,
         module: Any,
@@ -96,6 +98,7 @@ class Model(Examination, AnswersOtherNames):
         self._trainer = Trainer(name, init, task, strategy, seed=seed, snapshot=snapshot)
         self._hold(eval_task)
 
+    @short_errors
     def compile(
         self,
         optimizer: Any = None,
@@ -136,6 +139,7 @@ class Model(Examination, AnswersOtherNames):
         self._recipe = recipe
         self._hold(eval_task)
 
+    @short_errors
     def fit(
         self,
         x: Data,
@@ -282,6 +286,7 @@ class Model(Examination, AnswersOtherNames):
         """The metrics that `evaluate` measures, without the loss; `compile` changes them."""
         return list(self._evaluator.task.metrics.values())
 
+    @short_errors
     def build(self, x: Data) -> None:
         """Initializes the parameters for inputs like `x`, as the first `fit` would.
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.loop._callback_list import hook_of
 from flaxfit.task._task import TrainTask
 
@@ -102,6 +103,7 @@ class AnswersOtherNames:
         )
 
 
+@short_errors
 def _refuse(self: object, name: str) -> NoReturn:
     owner = type(self).__name__
     words = f"{owner!r} object has no attribute {name!r}"

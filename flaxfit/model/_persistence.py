@@ -10,6 +10,7 @@ import numpy as np
 
 from flaxfit import checkpoints
 from flaxfit.callbacks._history import History
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.model._export import export_model
 from flaxfit.model._programs import Programs
 from flaxfit.modules._patterns import as_patterns
@@ -70,6 +71,7 @@ class Persistence(Programs):
         """
         return [np.asarray(each) for each in self._weights()]
 
+    @short_errors
     def set_weights(self, weights: Sequence[ArrayLike]) -> None:
         """Replaces the weights by a list as `get_weights` returns it.
 
@@ -101,6 +103,7 @@ class Persistence(Programs):
     def _weights(self) -> list[Any]:
         return jax.tree.leaves((self.state.params, self.state.model_state))
 
+    @short_errors
     def trained(self) -> Any:
         """Returns the module with its current weights, in evaluation mode.
 
@@ -118,6 +121,7 @@ class Persistence(Programs):
         self._follow_module()
         return module_with(self._trainer.task, self._trainer.variables)
 
+    @short_errors
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Saves the training state and the history as the checkpoint of the current step.
 
@@ -130,6 +134,7 @@ class Persistence(Programs):
         history = None if self.history is None else self.history.get_state()
         checkpoints.save(folder, self._trainer.checkpoint(), history=history)
 
+    @short_errors
     def load(self, folder: str | os.PathLike[str], *, which: str | int = "latest") -> None:
         """Loads the training state of a checkpoint; a later `fit` continues from it.
 
@@ -150,6 +155,7 @@ class Persistence(Programs):
         """
         self._trainer.load(folder, which)
 
+    @short_errors
     def save_weights(self, path: str | os.PathLike[str]) -> None:
         """Saves the parameters and the model's other collections in one `.safetensors` file.
 
@@ -161,6 +167,7 @@ class Persistence(Programs):
         """
         checkpoints.save_weights(path, self._trainer.averaged(self.state))
 
+    @short_errors
     def load_weights(
         self,
         path: str | os.PathLike[str],
@@ -204,6 +211,7 @@ class Persistence(Programs):
             path, partial=partial, translator=translator, prefix=prefix, **opts
         )
 
+    @short_errors
     def export(
         self,
         path: str | os.PathLike[str],

@@ -1,108 +1,51 @@
-"""The learning rate of a plain Optax optimizer, such as `optax.adam(1e-3)`: read and set."""
+"""The constant learning rate of a plain Optax optimizer, such as `optax.adam(1e-3)`."""
 
 import dataclasses
 import functools
-import threading
-from collections.abc import Iterable, Iterator
-from types import CellType, FunctionType
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flaxfit.optim._demands import parts_of
 from flaxfit.optim._extended import ExtendedOptimizer, ExtendedState
 from flaxfit.optim._hyperparams import check_number, is_injected
 from flaxfit.optim._optimizer import Adjustable
 from flaxfit.optim._overridable import as_float
-from flaxfit.tree._types import ArrayLike, Function, OptState, Params, PyTree
-
-_SCALE = "scale.<locals>.update_fn"
-_SCHEDULE = "scale_by_schedule.<locals>.update_fn"
-_CHAIN = "chain.<locals>.update_fn"
-_LINEAR = ("scale_by_learning_rate", "scale_by_param_block_", "scale_by_polyak")
-"""Transformations that scale updates by a factor that does not depend on their size."""
-_OTHERS = ("scale_by_schedule.", "inject_hyperparams.")
-_lock = threading.RLock()
+from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 
-class PlainRate(NamedTuple):
-    """Where Optax has put the number that it was given as the learning rate."""
+def plain_rate(optimizer: Any) -> float | None:
+    """Returns the constant learning rate of an optimizer that ends in a scaling by it, or None.
 
-    value: float
-    cells: tuple[CellType, ...]
-    """The cells of the functions that scale updates by the rate, with a sign."""
-
-
-def plain_rate(optimizer: Any) -> PlainRate | None:
-    """Finds the constant learning rate of an optimizer; None if that is not certain.
-
-    Optax multiplies by the rate in `optax.scale`, whose factor a closure holds. It must be the
-    only factor, apart from a change of sign, and no other part may know the rate, or normalize
-    what was multiplied by it.
-
-    >>> plain_rate(optax.adam(0.25)).value, plain_rate(optax.adafactor(0.25)).value
-    (0.25, 0.25)
+    >>> plain_rate(optax.adam(0.25)), plain_rate(optax.adam(optax.constant_schedule(0.25)))
+    (0.25, None)
     """
-    return _found_rate(getattr(optimizer, "user", optimizer))
+    factor = _last_factor(getattr(getattr(optimizer, "user", optimizer), "update", None))
+    # A factor of -1 looks the same as a change of sign.
+    return None if factor is None or factor >= 0 or factor == -1 else -factor
 
 
-@functools.lru_cache(maxsize=16)
-def _found_rate(optimizer: Any) -> PlainRate | None:
-    parts = parts_of(optimizer)
-    if any(isinstance(part, Adjustable) for part in parts):
-        return None  # The states of these hold what can be set.
-    functions = list(_functions(parts))
-    cells = [held["step_size"] for f, held in functions if f.__qualname__ == _SCALE]
-    factors = [cell.cell_contents for cell in cells]
-    if not all(map(_is_number, factors)) or any(_knows_rate(*each) for each in functions):
+@functools.lru_cache(maxsize=64)
+def _last_factor(update: object) -> float | None:
+    """The factor of `optax.scale` at the end of a chain; 1 if nothing is done, None if more is."""
+    if not inspect.isfunction(update) or not update.__module__.startswith("optax."):
         return None
-    # A factor of -1 only flips the sign, and looks the same as such a rate.
-    rates = {float(factor) for factor in factors} - {-1.0}
-    is_turned = -1.0 in factors
-    if len(rates) != 1 or (rate := rates.pop()) == 0 or is_turned != (rate > 0):
-        return None
-    chosen = [cell for cell in cells if float(cell.cell_contents) == rate]
-    if any(_undoes(held, chosen) for f, held in functions if f.__qualname__ == _CHAIN):
-        return None
-    return PlainRate(abs(rate), tuple(chosen))
-
-
-def plain_schedule(optimizer: Any) -> Function | None:
-    """Finds the schedule of the learning rate of an optimizer; None if there is not just one.
-
-    >>> schedule = plain_schedule(optax.adam(optax.linear_schedule(1.0, 0.0, 10)))
-    >>> round(float(schedule(1)), 6)
-    0.9
-    """
-    return _found_schedule(getattr(optimizer, "user", optimizer))
-
-
-@functools.lru_cache(maxsize=16)
-def _found_schedule(optimizer: Any) -> Function | None:
-    functions = list(_functions(parts_of(optimizer)))
-    found = [held["step_size_fn"] for f, held in functions if f.__qualname__ == _SCHEDULE]
-    if len(found) != 1 or any(f.__qualname__.startswith("fromage.") for f, _ in functions):
-        return None  # The factor of `optax.fromage` is another one than the rate.
-    factor = found[0].cell_contents
-    return jax.jit(lambda count: jnp.abs(factor(count)))
-
-
-def told_rate(optimizer: Any, opt_state: OptState) -> float | None:
-    """Returns the rate of the latest step of a plain optimizer, or None if it is unknown.
-
-    >>> optimizer = optax.sgd(0.1)
-    >>> told_rate(optimizer, optimizer.init(jnp.ones(2)))
-    0.1
-    """
-    if (constant := plain_rate(optimizer)) is not None:
-        return constant.value
-    if (schedule := plain_schedule(optimizer)) is None:
-        return None
-    states = [node for node in jax.tree.leaves(opt_state, is_leaf=_counts) if _counts(node)]
-    return float(schedule(max(0, int(states[0].count) - 1))) if len(states) == 1 else None
+    held = inspect.getclosurevars(update).nonlocals
+    match update.__qualname__.partition(".")[0]:
+        case "identity":
+            return 1.0
+        case "scale":
+            return float(held["step_size"]) if _is_number(held["step_size"]) else None
+        case "with_extra_args_support":
+            return _last_factor(held["tx"].update)
+        case "chain":
+            factors = map(_last_factor, reversed(held["update_fns"]))
+            return next((factor for factor in factors if factor != 1), 1.0)
+    return None
 
 
 class LiveRate(Adjustable):
@@ -122,7 +65,7 @@ class LiveRate(Adjustable):
         self._inner = optax.with_extra_args_support(user)
 
     def __repr__(self) -> str:
-        return f"LiveRate({self.rate.value:g})"
+        return f"LiveRate({self.rate:g})"
 
     @property
     def transformations(self) -> tuple[PyTree, ...]:
@@ -140,11 +83,11 @@ class LiveRate(Adjustable):
 
     def update_hyper_params(self, *, hyper_params: PyTree = None, **overrides: ArrayLike) -> PyTree:
         """Returns the hyperparameters with some values replaced."""
-        return {"learning_rate": self.rate.value, **(hyper_params or {}), **overrides}
+        return {"learning_rate": self.rate, **(hyper_params or {}), **overrides}
 
     def wrapped(self, inner: OptState) -> OptState:
         """Returns the state of the plain optimizer with the rate that it was made with."""
-        rate = {"learning_rate": as_float(self.rate.value)}
+        rate = {"learning_rate": as_float(self.rate)}
         return optax.InjectStatefulHyperparamsState((), rate, {}, inner)  # pyright: ignore
 
     def adopt(self, opt_state: OptState, *, is_clipped: bool = False) -> OptState:
@@ -163,15 +106,10 @@ class LiveRate(Adjustable):
     ) -> tuple[PyTree, OptState]:
         rate = extra.pop("learning_rate", state.hyperparams["learning_rate"])
         check_number("learning_rate", rate)
-        with _lock:
-            before = [cell.cell_contents for cell in self.rate.cells]
-            try:
-                for cell, factor in zip(self.rate.cells, before, strict=True):
-                    cell.cell_contents = as_float(rate) * (1 if factor > 0 else -1)
-                updates, inner = self._inner.update(updates, state.inner_state, params, **extra)
-            finally:
-                for cell, factor in zip(self.rate.cells, before, strict=True):
-                    cell.cell_contents = factor
+        updates, inner = self._inner.update(updates, state.inner_state, params, **extra)
+        made, rate = as_float(self.rate), as_float(rate)
+        ratio = jnp.where(rate == made, 1, rate / made)  # XLA multiplies by a rounded 1 / made.
+        updates = jax.tree.map(lambda x: (ratio * x).astype(jnp.result_type(x)), updates)
         return updates, state._replace(inner_state=inner)
 
 
@@ -206,44 +144,6 @@ def has_live_rate(opt_state: OptState) -> bool:
     return any(is_injected(node) and {*node.hyperparams} == {"learning_rate"} for node in nodes)
 
 
-def _functions(parts: Iterable[object]) -> Iterator[tuple[FunctionType, dict[str, CellType]]]:
-    """Yields the functions among the parts of an optimizer, with the cells of their closures."""
-    for part in parts:
-        if isinstance(part, FunctionType):
-            names = part.__code__.co_freevars
-            yield part, dict(zip(names, part.__closure__ or (), strict=True))
-
-
-def _knows_rate(function: FunctionType, held: dict[str, CellType]) -> bool:
-    """Whether a function depends on the rate otherwise than by the factor of `optax.scale`."""
-    if function.__qualname__ == _SCALE:
-        return False
-    if "learning_rate" in held or function.__qualname__.startswith(_OTHERS):
-        return True
-    decay = held["weight_decay"].cell_contents if "weight_decay" in held else 0.0
-    return _is_number(decay) and decay < 0  # Of `optax.fromage`, where it follows from the rate.
-
-
-def _undoes(chain: dict[str, CellType], rate: Iterable[CellType]) -> bool:
-    """Whether a part of a chain normalizes updates that an earlier part has scaled by the rate."""
-    is_scaled, ids = False, {id(cell) for cell in rate}
-    for update in chain["update_fns"].cell_contents:
-        functions = list(_functions(parts_of(update)))
-        if is_scaled and any(_normalizes(f.__qualname__) for f, _ in functions):
-            return True
-        is_scaled |= any(id(cell) in ids for _, held in functions for cell in held.values())
-    return False
-
-
-def _normalizes(name: str) -> bool:
-    is_linear = name.startswith(_LINEAR) or "linesearch" in name
-    return name.startswith(("scale_by_", "normalize_by_")) and not is_linear
-
-
 def _is_number(value: object) -> bool:
     is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
     return is_number and not isinstance(value, bool) and jnp.ndim(value) == 0
-
-
-def _counts(node: object) -> bool:
-    return isinstance(node, optax.ScaleByScheduleState)

@@ -13,7 +13,6 @@ from flaxfit.modules._switch import as_init
 from flaxfit.state._train_state import TrainState, as_key, at_start
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.tree._put import put
-from flaxfit.tree._shared_programs import shared
 from flaxfit.tree._single_replica import single_replica_of_any_axis
 from flaxfit.tree._types import ArrayLike, Function, PyTree, Variables
 
@@ -94,9 +93,7 @@ def init_state(
     is_traced = isinstance(jax.device_put(np.zeros(())), Tracer)
     if is_traced or jax.config.jax_disable_jit:
         return jax.jit(create, out_shardings=shardings)(key)
-    options = _compiler_options()
-    lowered = jax.jit(create, out_shardings=shardings).lower(key)
-    return shared(lowered, options, lambda: lowered.compile(options))(key)
+    return jax.jit(create, out_shardings=shardings).lower(key).compile(_compiler_options())(key)
 
 
 def _gives_weights(init: Function) -> bool:

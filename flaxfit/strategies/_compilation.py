@@ -1,29 +1,13 @@
-"""Compiles programs ahead of their first call, and gives back the memory of the compiler."""
+"""Decides which functions are compiled ahead of their first call."""
 
-import ctypes
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from flaxfit.tree._jax_debugging import check_jit
-from flaxfit.tree._shared_programs import shared
-from flaxfit.tree._types import ArrayLike, Function, PyTree
-
-
-def compiled(lowered: jax.stages.Lowered, options: Mapping[str, str] | None = None) -> Function:
-    """Compiles a lowered function, unless this process has compiled an equal one.
-
-    Then the compiler's memory is given back to the system.
-    """
-
-    def compile_it() -> Function:
-        program = lowered.compile(compiler_options=None if options is None else dict(options))
-        give_back_free_memory()
-        return program
-
-    return shared(lowered, options, compile_it)
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 def can_call(arguments: tuple[PyTree, ...], options: Mapping[str, str] | None = None) -> bool:
@@ -46,28 +30,6 @@ def can_call(arguments: tuple[PyTree, ...], options: Mapping[str, str] | None = 
                 "the batch: keep them as int8, leave virtual_replicas out, or upgrade JAX."
             )
     return True
-
-
-def give_back_free_memory() -> None:
-    """Makes glibc return the free memory of its heap; does nothing with other C libraries.
-
-    The compiler takes 100 MB and more in small pieces. glibc keeps freed pieces as long as others
-    between them are in use, and training needs its memory on top. Giving them back takes some
-    milliseconds; of a large heap in many parts, a tenth of a second.
-    """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # TypeError on Windows.
-        return None
-    trim.argtypes = [ctypes.c_size_t]
-    return trim
 
 
 def _bits(leaf: ArrayLike) -> int:

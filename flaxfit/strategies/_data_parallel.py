@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from flaxfit.strategies._compilation import can_call, compiled
+from flaxfit.strategies._compilation import can_call
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices, local_devices
 from flaxfit.strategies._mapped import Implementation, by_axis, chosen, is_unsplit, mapped
@@ -247,7 +247,7 @@ class DataParallel:
             return program
         if can_call(arguments, options):
             lowered = program.lower(*(arguments if is_pmap else self._share_with_all(arguments)))
-            program = compiled(lowered, options)
+            program = lowered.compile(dict(options) if options else None)
         return program if self.n_processes == 1 else self._on_all(program, out_axes)
 
     def _on_all(self, program: Function, out_axes: PyTree) -> Function:

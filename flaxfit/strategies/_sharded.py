@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxfit.state._optimizer_axes import specs_by_parameter
-from flaxfit.strategies._compilation import can_call, compiled
+from flaxfit.strategies._compilation import can_call
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices
 from flaxfit.strategies._gather import gather
@@ -258,7 +258,7 @@ class Sharded:
 
         function = placed if has_rows else bound
         jitted = self._jit(function, arguments, n_donated)
-        return compiled(jitted.lower(*arguments)) if can_call(arguments) else jitted
+        return jitted.lower(*arguments).compile() if can_call(arguments) else jitted
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
@@ -268,7 +268,7 @@ class Sharded:
             return self._split_rows(bound(*arguments))
 
         jitted = self._jit(split, arguments, 0)
-        return compiled(jitted.lower(*arguments)) if can_call(arguments) else jitted
+        return jitted.lower(*arguments).compile() if can_call(arguments) else jitted
 
     def _split_rows(self, results: PyTree) -> PyTree:
         return jax.lax.with_sharding_constraint(results, jax.tree.map(self._split_as, results))

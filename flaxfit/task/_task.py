@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.data._roles import Names, Roles
+from flaxfit.display._tracebacks import short_errors
 from flaxfit.modules._switch import as_apply, check_streams, handle_of, inputs_of
 from flaxfit.optim._averaged import averaged, has_average, has_ema
 from flaxfit.task._companions import as_companions
@@ -161,6 +162,7 @@ class TrainTask:
     norms: Any = ()
     step: Function | None = None
 
+    @short_errors
     def __post_init__(self) -> None:
         self.__dict__.update(resolved(self))
         self.roles.check("TrainTask")

@@ -2,9 +2,11 @@
 
 import dataclasses
 import doctest
+import functools
 import inspect
 import os
 import pickle
+import string
 import subprocess
 import sys
 import traceback
@@ -15,7 +17,7 @@ import pytest
 from flax import linen as nn
 
 import flaxfit as ff
-from flaxfit.display._tracebacks import is_worded, show_one_line
+from flaxfit.display._tracebacks import show_one_line
 
 
 @pytest.fixture(autouse=True)
@@ -41,20 +43,6 @@ def test_a_worded_error_shows_the_frame_of_the_caller_alone():
     with pytest.raises(TypeError, match="Optax transformation") as caught:
         ff.Model(nn.Dense(1), "adam", "mse")
     assert names_in(caught.value) == ["test_a_worded_error_shows_the_frame_of_the_caller_alone"]
-    assert is_worded(caught.value)
-
-
-def test_a_callback_that_cannot_be_made_does_too():
-    with pytest.raises(ValueError, match="'auto', 'min' or 'max'") as caught:
-        ff.callbacks.EarlyStopping("val_loss", mode="lowest")
-    assert files_in(caught.value) == {__file__}
-
-
-def test_a_property_that_is_set_does_too():
-    model = make_model()
-    with pytest.raises(TypeError, match="True or False") as caught:
-        model.trainable = 1
-    assert files_in(caught.value) == {__file__}
 
 
 def test_an_attribute_that_is_read_does_too():
@@ -64,11 +52,11 @@ def test_an_attribute_that_is_read_does_too():
         assert files_in(caught.value) == {__file__}
 
 
-def test_a_generator_that_is_run_does_too():
+def test_a_loop_that_is_iterated_does_too():
     task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), "mse", (np.ones((4, 2)), np.ones(4)))
     loop = ff.TrainLoop(nn.Dense(1), task, 0, stdout=False)
     with pytest.raises(ValueError, match="of the same shape") as caught:
-        list(loop.run_until(2))
+        next(loop)
     assert files_in(caught.value) == {__file__}
 
 
@@ -83,27 +71,17 @@ def test_a_generator_that_is_run_does_too():
         (lambda: ff.losses.mse(np.zeros(3), np.zeros((3, 1))), "Squeeze the targets"),
         (lambda: ff.losses.huber(delta=2.0)(np.zeros(3), np.zeros(4)), "Reshape one of them"),
         (lambda: ff.losses.resolve("entropy"), "There is no loss 'entropy'"),
-        (lambda: ff.modules.from_nnx(3), "needs an instance of an NNX module"),
-        (lambda: ff.DataParallel(devices=3), "a sequence of devices"),
         (lambda: ff.ArrayStream(3, batch_size=4), "x must be an array"),
-        (lambda: ff.History()["loss"], "The history has no 'loss'"),
     ],
 )
-def test_what_a_public_module_exports_does_too(call, sentence):
+def test_functions_of_the_sub_packages_do_too(call, sentence):
     with pytest.raises(Exception, match=sentence) as caught:
         call()
     assert files_in(caught.value) == {__file__}
 
 
-def functions_of(module):
-    return [each for each in map(vars(module).get, module.__all__) if inspect.isfunction(each)]
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "export", "importers", "metrics", "optim"])
-def test_exported_functions_are_pickled_documented_and_described_as_before(name):
-    functions = functions_of(getattr(ff, name))
-    assert len(functions) > 3
-    for each in functions:
+def test_a_function_is_pickled_documented_and_described_as_before():
+    for each in ff.checkpoints.restore, ff.export.load, ff.losses.resolve:
         assert pickle.loads(pickle.dumps(each)) is each
         original = inspect.unwrap(each)
         assert original is not each and each.__doc__ == original.__doc__
@@ -117,7 +95,7 @@ def test_an_error_of_the_user_keeps_the_frames_of_the_user():
 
     with pytest.raises(OSError, match="gone") as caught:
         make_model().predict(broken())
-    assert names_in(caught.value)[1:] == ["broken"] and not is_worded(caught.value)
+    assert names_in(caught.value)[1:] == ["broken"]
     assert files_in(caught.value) == {__file__}
 
 
@@ -132,9 +110,10 @@ def test_an_error_that_flax_raises_in_a_model_does_too():
     assert "JAX_TRACEBACK" not in str(caught.value.__notes__)
 
 
-def test_an_error_without_a_frame_of_the_user_keeps_all(monkeypatch):
-    monkeypatch.setattr("flaxfit.model._model.check_arguments", {}.__getitem__)
-    with pytest.raises(TypeError) as caught:
+def test_an_error_of_a_library_without_a_frame_of_the_user_keeps_all(monkeypatch):
+    broken = functools.partial(string.Formatter().format, "{absent}")
+    monkeypatch.setattr("flaxfit.model._model.check_arguments", broken)
+    with pytest.raises(KeyError, match="absent") as caught:
         make_model().fit(np.ones((4, 2)), np.ones(4))
     assert any("flaxfit" in file for file in files_in(caught.value) - {__file__})
     assert not any(file.endswith("display/_tracebacks.py") for file in files_in(caught.value))
@@ -180,25 +159,6 @@ def test_an_error_that_cannot_be_changed_stays_itself():
         next(iter(ff.data.as_stream(Broken())))
 
 
-@pytest.mark.parametrize(
-    "protocol", [ff.callbacks.Callback, ff.data.DataStream, ff.strategies.Strategy]
-)
-def test_a_subclass_of_a_protocol_is_made_by_its_other_base(protocol):
-    class Base:
-        def __init__(self, x):
-            self.x = x
-
-    class Mine(protocol, Base):
-        pass
-
-    class Plain(protocol):
-        pass
-
-    assert Mine(3).x == 3
-    with pytest.raises(TypeError, match="one argument"):
-        Plain(3)
-
-
 def test_a_call_with_other_arguments_ends_at_the_call():
     with pytest.raises(TypeError, match="nb_epoch") as caught:
         make_model().fit(np.ones((2, 1)), nb_epoch=3)  # pyright: ignore[reportCallIssue]
@@ -219,8 +179,6 @@ def test_methods_keep_their_signatures_their_source_and_their_examples():
     module = sys.modules["flaxfit.loop._train_loop"]
     found = {each.name for each in doctest.DocTestFinder().find(module) if each.examples}
     assert "flaxfit.loop._train_loop.TrainLoop.next_step" in found
-    for method in ff.Sharded.fsdp, ff.Model.fit, ff.Model.trainable.fget:  # Wrapped once.
-        assert not hasattr(vars(method)["__wrapped__"], "__wrapped__")
 
 
 def test_an_interrupt_that_nobody_catches_is_one_line(capsys):

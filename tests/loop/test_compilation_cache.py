@@ -31,7 +31,7 @@ def _restored():
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-    own._in_use.clear()
+    own._prepared_folder.cache_clear()
 
 
 def test_programs_are_kept_in_the_folder_that_is_made_for_them(tmp_path):
@@ -79,7 +79,7 @@ def compile_one(number=0):
 
 
 def programs_in(folder):
-    return [*folder.glob("flaxfit/programs-*/*.program")]
+    return [*folder.glob("flaxfit/programs-*/*-cache")]
 
 
 def test_auto_keeps_programs_in_a_folder_that_only_the_user_may_write_to(caches):
@@ -87,7 +87,39 @@ def test_auto_keeps_programs_in_a_folder_that_only_the_user_may_write_to(caches)
     compile_one()
     assert programs_in(caches)
     assert programs_in(caches)[0].parent.stat().st_mode & 0o077 == 0
+    assert jax.config.jax_compilation_cache_dir == str(programs_in(caches)[0].parent)
+
+
+def test_auto_does_nothing_in_a_run_of_several_processes(caches, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    use_compilation_cache("auto")
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_the_folder_is_trimmed_to_its_bound_and_the_files_used_least_recently_go(
+    caches, monkeypatch
+):
+    folder = own._own_folder()
+    (folder / "more").mkdir(parents=True, mode=0o700)
+    files = [folder / "a-cache", folder / "more" / "b", folder / "c-cache", folder / "d-cache"]
+    for i, file in enumerate(files):
+        file.write_bytes(bytes(100))
+        os.utime(file, (i, i))
+    os.utime(files[0], (9, 0))  # Read after the others were written.
+    monkeypatch.setattr(own, "_MOST", 250)
+    folder.chmod(0o700)
+    use_compilation_cache("auto")
+    assert [file.exists() for file in files] == [True, False, False, True]
+
+
+def test_a_damaged_program_is_compiled_again_with_a_warning(caches):
+    use_compilation_cache("auto")
+    compile_one(4)
+    for path in programs_in(caches):
+        path.write_bytes(path.read_bytes()[:-10])
+    jax.clear_caches()
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+        assert jax.jit(lambda x: x * 5 + 4)(jnp.ones(9)).tolist() == [9] * 9
 
 
 @pytest.mark.parametrize("value", ["off", "0", "none", ""])
@@ -111,19 +143,12 @@ def test_none_leaves_all_as_it_is_and_the_switch_may_name_a_folder(caches, monke
     )
 
 
-def test_the_folder_of_the_user_wins_before_and_after(caches):
-    for name in ("before", "after"):
-        if name == "after":
-            use_compilation_cache("auto")
-        jax.config.update("jax_compilation_cache_dir", str(caches / name))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        use_compilation_cache("auto")
-        compile_one(2)
-        compile_one(3)
-        assert any((caches / name).glob("*-cache"))
-        assert programs_in(caches) == []
-        jax.config.update("jax_compilation_cache_dir", None)
-        compilation_cache.reset_cache()
+def test_the_folder_of_the_user_wins(caches):
+    jax.config.update("jax_compilation_cache_dir", str(caches / "own"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    use_compilation_cache("auto")
+    compile_one(2)
+    assert any((caches / "own").glob("*-cache")) and programs_in(caches) == []
 
 
 @pytest.mark.parametrize("is_open", [False, True])

@@ -12,19 +12,20 @@ from marks import usual
 
 import flaxfit as ff
 from flaxfit.optim import set_hyperparams
-from flaxfit.optim._plain_rate import LiveRate, live_rate, matched, plain_rate, told_rate
+from flaxfit.optim._plain_rate import LiveRate, live_rate, matched, plain_rate
 
 PARAMS = {"w": jnp.arange(1.0, 13.0).reshape(3, 4) / 10, "b": jnp.ones(3)}
 
 REFUSED = {
-    # A rate that acts otherwise than by one factor; see `plain_rate`.
+    # They do not end in a scaling by the rate.
+    *("adafactor", "lars", "lbfgs", "muon"),
     *("fromage", "optimistic_adam", "rprop", "scale_by_rprop"),
     *("cocob", "dadapt_adamw", "madgrad", "momo", "momo_adam", "prodigy", "scale_by_madgrad"),
     *("schedule_free", "schedule_free_adamw", "schedule_free_sgd"),
     "dpsgd",  # Needs other arguments, and per-example gradients.
 }
-NEEDS_MORE = {"lbfgs", "sophia"}
-"""Of an update: the value or the objective."""
+NEEDS_MORE = {"sophia"}
+"""Of an update: the objective."""
 
 
 def factories():
@@ -40,8 +41,7 @@ def factories():
 
 # The usual ones, and those that use their rate in a form of their own.
 TYPICAL = (
-    *("adafactor", "adam", "adamw", "lamb", "lars", "lbfgs", "lion", "muon", "noisy_sgd"),
-    *("rmsprop", "sgd", "sm3", "sophia"),
+    *("adam", "adamw", "galore", "lamb", "lion", "noisy_sgd", "rmsprop", "sgd", "sm3", "sophia"),
 )
 
 
@@ -60,14 +60,15 @@ def test_a_rate_that_is_set_moves_parameters_as_one_that_was_given(name):
     make = factories()[name]
     with warnings.catch_warnings():  # noisy_sgd will need a key.
         warnings.simplefilter("ignore")
-        optimizer, other = make(learning_rate=0.25), make(learning_rate=0.1)
-        assert plain_rate(optimizer).value == 0.25
+        optimizer, other = make(learning_rate=0.3), make(learning_rate=0.1)
+        assert plain_rate(optimizer) == 0.3
         if name in NEEDS_MORE:
             return
         state = set_hyperparams(LiveRate(optimizer).init(PARAMS), learning_rate=0.1)
         expected = moved(other, other.init(PARAMS))
-        jax.tree.map(np.testing.assert_array_equal, moved(LiveRate(optimizer), state), expected)
-    assert plain_rate(optimizer).value == 0.25  # It is as it was.
+        found = moved(LiveRate(optimizer), state)
+    # Updates are multiplied by the quotient of both rates, which rounds.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-6, 1e-6), found, expected)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,10 @@ def test_a_rate_that_is_set_moves_parameters_as_one_that_was_given(name):
         optax.contrib.schedule_free_sgd(0.25),
         optax.sgd(1.0),  # Its factor, -1, is that of a change of sign.
         optax.sgd(0.0),
-        optax.chain(optax.scale(0.5), optax.sgd(0.25)),
+        optax.rmsprop(0.25, momentum=0.9),
+        optax.chain(optax.sgd(0.25), optax.add_decayed_weights(0.1)),
+        optax.MultiSteps(optax.sgd(0.25), 2),
+        optax.adam(optax.constant_schedule(0.25)),
         optax.chain(optax.scale(0.1), optax.scale_by_adam(), optax.scale(-1.0)),
         optax.chain(optax.scale(0.1), optax.adam(1.0)),
         optax.chain(optax.scale(-0.1), optax.chain(optax.scale_by_adam())),
@@ -93,28 +97,15 @@ def test_a_rate_that_is_not_certain_is_not_told(optimizer):
     assert live_rate(optimizer) is None
 
 
-def test_a_rate_is_told_through_what_wraps_an_optimizer():
-    wrapped = optax.MultiSteps(optax.chain(optax.clip(1.0), optax.adamw(0.25)), 2)
-    assert told_rate(wrapped.gradient_transformation(), ()) == 0.25
-    one = optax.multi_transform({0: optax.adam(0.25), 1: optax.adamw(0.25)}, {"w": 0, "b": 1})
-    assert told_rate(one, ()) == 0.25
+def test_a_rate_is_told_through_chains():
+    assert plain_rate(optax.chain(optax.clip(1.0), optax.chain(optax.adamw(0.25)))) == 0.25
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [optax.adam, optax.adafactor, optax.rmsprop])
-def test_a_schedule_tells_the_rate_of_the_latest_step(make):
-    optimizer = make(optax.linear_schedule(1.0, 0.0, 4))
-    state = optimizer.init(PARAMS)
-    assert told_rate(optimizer, state) == 1.0
-    for expected in (1.0, 0.75, 0.5):
-        _, state = optimizer.update(PARAMS, state, PARAMS)
-        assert told_rate(optimizer, state) == expected
-
-
-def test_two_schedules_tell_nothing():
-    schedule = optax.linear_schedule(1.0, 0.0, 4)
-    optimizer = optax.chain(optax.scale_by_schedule(schedule), optax.sgd(schedule))
-    assert told_rate(optimizer, optimizer.init(PARAMS)) is None
+def test_the_rate_that_an_optimizer_was_made_with_changes_no_bit():
+    optimizer = optax.adam(0.3)
+    found = moved(LiveRate(optimizer), LiveRate(optimizer).init(PARAMS))
+    expected = moved(optimizer, optimizer.init(PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_the_state_is_that_of_an_optimizer_def():
