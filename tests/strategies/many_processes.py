@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
+from flax import nnx
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(53, 16)).astype(np.float32)
@@ -209,6 +210,14 @@ def warm(strategy, folder):
     return model
 
 
+def instance(strategy):
+    """The weights of an NNX instance after a fit, and those of its model."""
+    net = nnx.Linear(16, 512, rngs=nnx.Rngs(0))
+    model = ff.Model(net, OPTIMIZER, "crossentropy", strategy=strategy)
+    model.fit(X, Y, batch_size=16, verbose=0)
+    return ff.gather((nnx.to_pure_dict(nnx.state(net, nnx.Param)), model.state.params))
+
+
 def distilled(strategy, folder=None):
     """The losses of a model that imitates a frozen one, which its checkpoints hold."""
 
@@ -237,6 +246,7 @@ def everything(strategy, folder, *, is_whole):
     results["stopped"] = stop_one(strategy)
     own, _ = train(strategy, own_parts(), None, steps_per_call=2)
     results["own"] = ff.gather(own.state.params)
+    results["instance"] = instance(strategy)
     results["distilled"] = distilled(strategy, f"{folder}-distilled")
     model = warm(strategy, folder)
     results["warm"] = ff.gather(model.state.params)

@@ -111,6 +111,13 @@ def test_two_processes_begin_with_loaded_weights(two, alone, name):
 
 
 @pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
+def test_an_nnx_instance_gets_the_weights_of_its_model(two, alone, name):
+    found, expected = (part(results(two, name, 0), f"instance[{i}]") for i in range(2))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
 def test_two_processes_place_and_save_companions_as_one_does(two, alone, name):
     found, strategy = part(results(two, name, 0), "distilled"), alone.STRATEGIES[name]()
     assert_close(found, named(alone.distilled(strategy)))
