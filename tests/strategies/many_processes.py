@@ -77,13 +77,13 @@ def train(strategy, data, n_steps, folder=None, *, measured=False, steps_per_cal
     return loop, metrics
 
 
-def train_line(strategy, data, n_steps, folder=None, *, callbacks=(), which="latest"):
+def train_line(strategy, data, n_steps, folder=None, *, callbacks=(), which="latest", rate=0.1):
     """Trains what compiles in no time, and perhaps saves it; the steps seen, the parameters."""
 
     def init(rngs, x):
         return {"params": np.zeros(16, np.float32)}
 
-    task = ff.TrainTask(lambda v, x, **_: (x * v["params"], {}), optax.sgd(0.1), "mse", data)
+    task = ff.TrainTask(lambda v, x, **_: (x * v["params"], {}), optax.sgd(rate), "mse", data)
     if folder is not None:
         callbacks = [*callbacks, ff.checkpoints.CheckpointFileWriter(folder)]
         init = ff.checkpoints.CheckpointFileReader(folder, init, which=which)
@@ -265,7 +265,9 @@ def disagreements(strategy):
         "shapes": own(X[: 4 + 4 * index], X[: 4 + 4 * index]),
         "structures": own(*(X[:4], X[:4], np.ones(4))[: 2 + index]),
     }
-    return refusals(lambda data: train_line(strategy, data, 3), different)
+    found = refusals(lambda data: train_line(strategy, data, 3), different)
+    data, rates = ff.ArrayStream(X, X), {"rates": 0.1 * (1 + index)}
+    return found | refusals(lambda rate: train_line(strategy, data, 3, rate=rate), rates)
 
 
 def shared_batches():
