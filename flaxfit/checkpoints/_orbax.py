@@ -1,8 +1,10 @@
 """Writes and reads the arrays and the record of one step; the only module that uses Orbax."""
 
 import asyncio
+import itertools
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+import logging
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -41,6 +43,7 @@ class StepWriter:
         # Weights hardly compress.
         self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._commits: Sequence[_Commit] = ()
+        logging.getLogger("absl").addFilter(_is_not_raised)
 
     def start(self, path: Path, arrays: Mapping[str, Array]) -> None:
         """Starts writing arrays that `savable` returned, which may be donated afterwards."""
@@ -59,13 +62,29 @@ class StepWriter:
         if failures:
             raise failures[0]
 
-    def finish(self, path: Path) -> None:
-        """Merges the files of all processes; called by one process after all have finished."""
-        self._handler.finalize(_arrays_folder(path))
+    def finish(self, path: Path, arrays: Mapping[str, Array]) -> None:
+        """Merges the files of all processes; called by one process after all have finished.
+
+        Raises:
+          OSError: the merged files do not hold all of the arrays.
+        """
+        # Unlike a path of etils, one of pathlib does not take "[" in the name of a folder as a
+        # pattern. Orbax only warns when it finds nothing to merge.
+        folder: Any = path / ARRAYS
+        self._handler.finalize(folder)
+        try:
+            _check_layout(folder, arrays)
+        except Damaged as error:
+            raise OSError(f"the files are incomplete after writing: {error}") from error
 
     def close(self) -> None:
         """Stops the background threads."""
         self._handler.close()
+
+
+def _is_not_raised(record: logging.LogRecord) -> bool:
+    """Whether a log record is not the traceback of a failure that `StepWriter.wait` raises."""
+    return not (record.exc_info and "_SignalingThread" in str(record.msg))
 
 
 def _arrays_folder(path: Path) -> Any:
@@ -102,7 +121,7 @@ def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
 
     if not wanted:
         return {}
-    _check_headers(path / ARRAYS, wanted)
+    _check_layout(path / ARRAYS, wanted)
     args = {
         name: ocp.RestoreArgs(restore_type=np.ndarray)
         if array.sharding is None
@@ -114,10 +133,11 @@ def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
         return checkpointer.restore(path / ARRAYS, args=restore)
 
 
-def _check_headers(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Compares the array headers with the record before any array is allocated.
+def _check_layout(path: Path, wanted: Mapping[str, Array | jax.ShapeDtypeStruct]) -> None:
+    """Checks that all chunks of the arrays are there, with the expected headers.
 
-    Orbax trusts the headers and would allocate whatever size they state.
+    Orbax trusts the headers and would allocate whatever size they state, and it reads a missing
+    chunk as zeros.
     """
     import tensorstore
 
@@ -126,6 +146,7 @@ def _check_headers(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> No
         raise Damaged("its arrays are not in the format that this library writes")
     base = {"driver": "file", "path": f"{path}/"}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    keys = set(store.list().result())
     headers = {name: store.read(f"{name.rstrip('/')}/.zarray") for name in wanted}
     for name, array in wanted.items():
         shape = list(array.shape)
@@ -136,9 +157,18 @@ def _check_headers(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> No
                 expected == {key: header.get(key) for key in expected}
                 and len(chunks) == len(shape)
                 and all(type(n) is int and 0 < n <= m for n, m in zip(chunks, shape, strict=True))
+                and all(
+                    f"{name.rstrip('/')}/{key}".encode() in keys for key in _keys(shape, chunks)
+                )
             ):
                 continue
         raise Damaged(f"it has no array {name} of {array.dtype} {array.shape}, as its record says")
+
+
+def _keys(shape: Sequence[int], chunks: Sequence[int]) -> Iterator[str]:
+    """Yields the keys of the chunks of an array in the zarr format."""
+    counts = (range(-(-m // n)) for m, n in zip(shape, chunks, strict=True))
+    return (".".join(map(str, place)) or "0" for place in itertools.product(*counts))
 
 
 def _zarr_name(dtype: np.dtype) -> str:

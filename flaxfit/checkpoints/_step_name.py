@@ -1,6 +1,7 @@
 """StepName: the names of steps by a template, such as "{epoch:02d}-{val_loss:.2f}"."""
 
 import math
+import re
 import string
 from typing import Any
 
@@ -90,6 +91,8 @@ def _parsed(template: str) -> list[tuple[str, str | None, str]]:
                 raise ValueError("a field is written {name} or {name:format}")
             if any(sign in "/\\" or not sign.isprintable() for sign in literal + (form or "")):
                 raise ValueError("it is the name of a folder, not a path")
+            if any(int(number) > _LONGEST for number in re.findall(r"\d+", form or "")):
+                raise ValueError(f"a width is at most {_LONGEST}")
             if field is not None:
                 format(1 if field in ("step", "epoch") else 0.5, form or "")
             parts.append((literal, field, form or ""))

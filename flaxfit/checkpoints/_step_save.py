@@ -54,7 +54,7 @@ class StepSave:
         from_main(f"the end of a save {topic}", self._complete)
 
     def _complete(self) -> None:
-        self._writer.finish(self._place)
+        self._writer.finish(self._place, self.arrays)
         write_record(self._place, self._record)
         _folder.complete(self._path, self.step, self._place)
 

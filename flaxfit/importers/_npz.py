@@ -35,11 +35,12 @@ def load_npz(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """
     path = local_path(path)
     with reading(path, _KIND, NotImplementedError, RuntimeError), zipfile.ZipFile(path) as archive:
-        return {
-            member.filename.removesuffix(".npy"): _lazy(path, archive, member)
-            for member in archive.infolist()
-            if not member.is_dir()
+        members = [member for member in archive.infolist() if not member.is_dir()]
+        found = {
+            member.filename.removesuffix(".npy"): _lazy(path, archive, member) for member in members
         }
+        require(len(found) == len(members), "it has several arrays of one name")
+        return found
 
 
 def _lazy(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> LazyArray:

@@ -23,7 +23,7 @@ class Checkpointing(Settings):
     def _end_span(self) -> None:
         """Makes the checkpoint of the steps since the previous one, and starts a new count."""
         stepper = self._stepper
-        stepper.consistency.checkpoint(stepper.step)
+        stepper.consistency.checkpoint(stepper.step, stepper.state)
         checkpoint = make_checkpoint(
             stepper, self._watch, epoch=self._epoch, stop=self._is_finishing
         )

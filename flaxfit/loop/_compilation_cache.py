@@ -40,7 +40,7 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
         return
     path = local_path(folder).absolute()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise ValueError(
@@ -55,6 +55,14 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
     }
     if all(getattr(jax.config, name) == value for name, value in settings.items()):
         return
+    try:
+        _check_is_own(path)
+    except PermissionError as error:
+        warnings.warn(
+            f"Compiled programs of {path}, a given compilation_cache, are run: {error}. Let only "
+            "users whom you trust write to it.",
+            stacklevel=4,
+        )
     for name, value in settings.items():
         jax.config.update(name, value)
     # JAX reads the folder once only, when it first compiles.

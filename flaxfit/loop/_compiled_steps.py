@@ -50,6 +50,7 @@ class CompiledSteps:
         with self.watch, calls_explained(batch.inputs, batch.targets):
             self._consistency.program(step, batch, is_weighted=portion.is_weighted)
             yield
+            self._consistency.compiled(step, getattr(portion.strategy, "text", ""))
         self._announce(portion, self.watch.seconds - before)
 
     def _announce(self, portion: Portion, seconds: float) -> None:

@@ -1,20 +1,23 @@
 """Consistency: the processes of a run do the same, or all of them fail with what differs."""
 
 import zlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.checkpoints._digest import digests
+from flaxfit.checkpoints._tree import is_key
 from flaxfit.data._batch import Batch
 from flaxfit.data._position import position_text
+from flaxfit.display import plural
 from flaxfit.distributed._processes import agree, exchange
 from flaxfit.strategies import Strategy
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Json, PyTree
 
 _SLOW_SECONDS = 600.0
+_MOST_NAMED = 3
 
 
 class Consistency:
@@ -51,10 +54,22 @@ class Consistency:
         if self.is_needed:
             self._stepped = zlib.crc32(repr(program).encode(), self._stepped)
 
-    def checkpoint(self, step: int) -> None:
-        """Checks that all are at the same checkpoint, by steps of the same programs."""
+    def compiled(self, step: int, text: str) -> None:
+        """Checks that all have compiled the same program, from its lowered text."""
+        if self.is_needed:
+            # The number of a function that calls back to Python may be its address.
+            lines = [line for line in text.splitlines() if "callback" not in line]
+            named = {
+                f"line {n} of the program from step {step:,} on": x for n, x in enumerate(lines)
+            }
+            self._compare("the program of a step", named)
+
+    def checkpoint(self, step: int, state: PyTree) -> None:
+        """Checks that all are at the same checkpoint, by the same programs, in the same state."""
         if self.is_needed:
             self._say(f"a checkpoint at step {step:,}, by programs of the sum {self._stepped:08x}")
+            sums = digests(_own_copies(state))
+            self._compare("the state", {f"{x} after step {step:,}": sums[x] for x in sums})
 
     def stop(self, wanted: bool) -> bool:
         """Returns whether one of the processes has ended the run."""
@@ -66,15 +81,32 @@ class Consistency:
             jax.block_until_ready([*in_flight])  # The others have then come this far, too.
             self._say(f"the end of the {what} data after {n:,}")
 
+    def _compare(self, topic: str, parts: Mapping[str, str]) -> None:
+        """Checks that all have the same parts; names some that differ."""
+        sums = {name: zlib.crc32(part.encode()) for name, part in parts.items()}
+        total = zlib.crc32(repr(sums).encode())
+        if len({*exchange(topic, total, seconds=_SLOW_SECONDS)}) == 1:
+            return
+        found = exchange(topic, sums, seconds=_SLOW_SECONDS)
+        names = dict.fromkeys(name for each in found for name in each)
+        other = [name for name in names if len({each.get(name) for each in found}) > 1]
+        own = [f"{name}: {parts.get(name, 'none').strip():.200}" for name in other[:_MOST_NAMED]]
+        agree(topic, f"checksum {total:08x}, {plural(len(other), 'difference')}, {'; '.join(own)}")
+
     def _say(self, what: str, is_slow: bool = False) -> None:
         agree("what comes next", what, seconds=_SLOW_SECONDS if is_slow else None)
+
+
+def _own_copies(state: PyTree) -> dict[str, jax.Array]:
+    """The arrays of a state of which each process has a copy, by path."""
+    own = {path: x.addressable_data(0) for path, x in flat(state).items() if x.is_fully_replicated}
+    return {path: jax.random.key_data(x) if is_key(x) else x for path, x in own.items()}
 
 
 def _checksum(state: PyTree) -> int:
     total = 0
     for leaf in jax.tree.leaves(state):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-            is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
-            array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+            array = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
             total = zlib.crc32(array.tobytes(), total)
     return total

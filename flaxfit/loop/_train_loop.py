@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from flaxfit.display import say
 from flaxfit.display._tracebacks import short_errors
+from flaxfit.loop._access import by_one_thread
 from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._checkpointing import Checkpointing
 from flaxfit.loop._compilation_cache import use_compilation_cache
@@ -235,6 +236,7 @@ class TrainLoop(Checkpointing):
 
     # How it trains.
 
+    @by_one_thread
     def _train_to(
         self, target: Callable[[], int], batch: PyTree = None, *, n_total: int | None = None
     ) -> Checkpoint | None:

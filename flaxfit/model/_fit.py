@@ -16,6 +16,7 @@ from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import DataStream
 from flaxfit.display._tracebacks import show_one_line
+from flaxfit.loop._access import by_one_thread
 from flaxfit.loop._callback_list import as_tuple, unfreezes
 from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
@@ -48,6 +49,7 @@ def check_arguments(
         whole_number("steps_per_execution", steps_per_execution, other="auto")
 
 
+@by_one_thread
 def fit(
     trainer: Trainer,
     evaluator: EvalLoop,

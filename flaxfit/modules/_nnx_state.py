@@ -255,9 +255,9 @@ def _shapes(value: PyTree) -> PyTree:
 
 
 def _where(old: PyTree, new: PyTree) -> PyTree:
-    """An array where another one is."""
+    """An array where another one is; one that several processes hold stays in its parts."""
     is_there = not isinstance(old, jax.Array) or old.sharding == new.sharding
-    return new if is_there else jax.device_put(new, old.sharding)
+    return new if is_there or not new.is_fully_addressable else jax.device_put(new, old.sharding)
 
 
 def _values(

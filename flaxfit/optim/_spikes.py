@@ -37,7 +37,7 @@ def stands_out(
     lasting level is learned in time.
     """
     is_known = jnp.arange(LENGTH) < recent.n_steps
-    n = jnp.clip(recent.n_steps, 1, LENGTH)
+    n = jnp.clip(recent.n_steps, 1, LENGTH).astype(jnp.float32)
     mean = jnp.sum(jnp.where(is_known, recent.values, 0), -1) / n
     squares = jnp.where(is_known, (recent.values - mean[:, None]) ** 2, 0)
     spread = jnp.maximum(jnp.sqrt(jnp.sum(squares, -1) / n), _LEAST_SPREAD * jnp.abs(mean))

@@ -110,7 +110,7 @@ def make_train_step(
             # The sums of a skipped batch must not spoil the totals.
             sums = _where(is_good, sums, jax.tree.map(jnp.zeros_like, sums))
             sums["skipped_steps"] = (1 - is_good.astype(jnp.float32),)
-            is_used *= is_good
+            is_used *= is_good.astype(jnp.float32)
         if kept:
             updated, unchanged = (_with(each, kept) for each in (updated, unchanged))
         if guards(task) or may_be_empty:

@@ -60,6 +60,8 @@ class DataParallel:
     shardings: None = None
     """A state may be created anywhere, as each device holds all of it."""
     runs_eagerly = False
+    text = ""
+    """The lowered text of the latest program that several processes compiled, to compare."""
 
     def __init__(
         self,
@@ -244,9 +246,11 @@ class DataParallel:
         )
         # What is compiled ahead skips the conversion of host-local arrays that pmap does.
         if is_pmap and self.n_processes > 1 and options is None:
+            self.text = program.lower(*arguments).as_text()
             return program
         if can_call(arguments, options):
             lowered = program.lower(*(arguments if is_pmap else self._share_with_all(arguments)))
+            self.text = lowered.as_text() if self.n_processes > 1 else ""
             program = lowered.compile(dict(options) if options else None)
         return program if self.n_processes == 1 else self._on_all(program, out_axes)
 

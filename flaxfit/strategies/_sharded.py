@@ -64,6 +64,8 @@ class Sharded:
     axis_name: str | None = None
     """None, as a step is written for the whole batch."""
     runs_eagerly = False
+    text = ""
+    """The lowered text of the latest program that several processes compiled, to compare."""
     virtual_replicas: int | None = None
 
     def __init__(
@@ -258,7 +260,9 @@ class Sharded:
 
         function = placed if has_rows else bound
         jitted = self._jit(function, arguments, n_donated)
-        return jitted.lower(*arguments).compile() if can_call(arguments) else jitted
+        lowered = jitted.lower(*arguments)
+        self.text = lowered.as_text() if self.n_processes > 1 else ""
+        return lowered.compile() if can_call(arguments) else jitted
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split as the batch is."""

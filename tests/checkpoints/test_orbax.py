@@ -83,6 +83,15 @@ def test_many_small_arrays_of_zeros_take_less_room_and_are_not_damaged(tmp_path,
     assert all(not np.any(np.asarray(x)) and x.shape == (width,) for x in found.params.values())
 
 
+def test_a_chunk_that_is_missing_is_not_read_as_zeros(tmp_path):
+    step = save(tmp_path, STATE)
+    base = {"driver": "file", "path": f"{step / _orbax.ARRAYS}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    del store["params/w/0"]
+    with pytest.raises(_seal.Damaged, match="no array params/w"):
+        _orbax.read_arrays(step, {"params/w": jax.ShapeDtypeStruct((4,), jnp.float32)})
+
+
 @pytest.mark.parametrize("layout", [{"use_zarr3": True}, {"use_ocdbt": False}, {"use_ocdbt": None}])
 def test_another_array_format_is_refused(tmp_path, layout):
     step = save(tmp_path, STATE)

@@ -128,6 +128,8 @@ def test_a_long_name_is_cut(tmp_path, tools):
         ("{epoch:.2q}", "is not a template of names"),
         ("{val_loss:02d}", "is not a template of names"),
         ("{val_loss:{epoch}}", "is not a template of names"),
+        ("{val_loss:9000000000f}", "a width is at most 200"),
+        ("{val_loss:.201f}", "a width is at most 200"),
         ("../{epoch}", "the name of a folder, not a path"),
         ("a\\{epoch}", "the name of a folder, not a path"),
         ("{epoch:/>9}", "the name of a folder, not a path"),

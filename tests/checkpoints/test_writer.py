@@ -174,7 +174,7 @@ def test_a_failed_save_is_raised_by_the_next_call_or_close_and_harms_nothing(tmp
 def test_a_step_whose_files_cannot_be_merged_is_not_listed(tmp_path, tools, monkeypatch):
     from flaxfit.checkpoints import _orbax
 
-    def fail(writer, path):
+    def fail(writer, path, arrays):
         raise ValueError("its files are odd")
 
     writer = CheckpointFileWriter(tmp_path)
@@ -187,6 +187,26 @@ def test_a_step_whose_files_cannot_be_merged_is_not_listed(tmp_path, tools, monk
     writer.close()
     monkeypatch.undo()
     assert list_steps(tmp_path) == [1]
+    restore(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["lr=[0.1]", "a*b?", "[!x", "x]y"])
+def test_the_name_of_a_folder_is_no_pattern(tmp_path, name):
+    path = save(tmp_path / name, SMALL)
+    assert path.parent == tmp_path / name
+    np.testing.assert_array_equal(restore(tmp_path / name).params["w"], SMALL.params["w"])
+
+
+def test_a_step_whose_files_are_incomplete_is_not_sealed_and_deletes_nothing(tmp_path, monkeypatch):
+    from orbax.checkpoint import PyTreeCheckpointHandler
+
+    with CheckpointFileWriter(tmp_path, keep=1, asynchronous=False) as writer:
+        writer(noise(1))
+        # As after an I/O error where Orbax lists what to merge: it only logs that.
+        monkeypatch.setattr(PyTreeCheckpointHandler, "finalize", lambda handler, folder: None)
+        with pytest.raises(RuntimeError, match="step 2.*files are incomplete.*has no array"):
+            writer(noise(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
     restore(tmp_path)
 
 
@@ -273,7 +293,7 @@ if can_mount():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_on_error_warn_lets_the_run_go_on_and_says_so(tmp_path, asynchronous, capfd):
+def test_on_error_warn_lets_the_run_go_on_and_says_so(tmp_path, asynchronous, capfd, caplog):
     with CheckpointFileWriter(tmp_path, asynchronous=asynchronous, on_error="warn") as writer:
         writer(noise(1))
         writer.wait()
@@ -281,6 +301,7 @@ def test_on_error_warn_lets_the_run_go_on_and_says_so(tmp_path, asynchronous, ca
             assert writer(noise(2)).step == 2
             writer.wait()
         assert "Cannot save the checkpoint of step 2" in capfd.readouterr().err
+        assert not [each for each in caplog.records if each.exc_info]  # Orbax's tracebacks.
         writer(noise(3))
     assert list_steps(tmp_path) == [1, 3]
 

@@ -1,5 +1,7 @@
 """npz files of NumPy."""
 
+import zipfile
+
 import numpy as np
 import pytest
 from weight_files import ARRAYS, assert_holds
@@ -24,3 +26,16 @@ def test_objects_and_text_in_npz_files_are_refused(tmp_path):
         np.savez(tmp_path / "weights.npz", fine=np.ones(1), wrong=value)
         with pytest.raises(UnreadableFile, match="not numeric"):
             load_npz(tmp_path / "weights.npz")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+@pytest.mark.parametrize("name", ["w.npy", "w"])
+def test_two_arrays_of_one_name_are_refused(tmp_path, name):
+    path = tmp_path / "weights.npz"
+    np.savez(path, w=np.ones(1), v=np.zeros(1))
+    with zipfile.ZipFile(path, "a") as archive:
+        with archive.open("v.npy") as file:
+            content = file.read()
+        archive.writestr(zipfile.ZipInfo(name), content)
+    with pytest.raises(UnreadableFile, match="several arrays of one name"):
+        load_npz(path)

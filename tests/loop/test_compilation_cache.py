@@ -56,6 +56,13 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
         use_compilation_cache(tmp_path / "file")
 
 
+def test_a_given_folder_that_others_may_write_to_is_warned_about_once(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.warns(UserWarning, match="a given compilation_cache, are run: other users can"):
+        use_compilation_cache(tmp_path)
+    use_compilation_cache(tmp_path)  # Warnings are errors here.
+
+
 def test_a_loop_and_a_model_take_the_folder(tmp_path):
     task = ff.TrainTask(nn.Dense(1).apply, optax.sgd(0.1), "mse", (X, X[:, :1]))
     ff.TrainLoop(nn.Dense(1).init, task, 0, stdout=False, compilation_cache=tmp_path / "a")

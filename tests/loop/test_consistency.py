@@ -1,5 +1,7 @@
 """What processes tell each other before they wait; between real ones in test_many_processes."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from flaxfit.data._batch import Batch
+from flaxfit.distributed import _processes
 from flaxfit.loop import _consistency
 from flaxfit.loop._consistency import Consistency
 
@@ -18,8 +21,10 @@ BATCH = Batch((np.zeros((8, 2), np.float32),), (np.zeros(8, np.int32),), np.ones
 def said(monkeypatch):
     """What a process says to the others; they say the same."""
     texts = []
-    monkeypatch.setattr(_consistency, "agree", lambda topic, text, seconds: texts.append(text))
-    monkeypatch.setattr(_consistency, "exchange", lambda topic, value: [value, True])
+    monkeypatch.setattr(_consistency, "agree", lambda topic, text, seconds=None: texts.append(text))
+    monkeypatch.setattr(
+        _consistency, "exchange", lambda topic, value, **_: [value, value or topic[:7] == "whether"]
+    )
     return texts
 
 
@@ -32,7 +37,7 @@ def say_everything(consistency):
     consistency.data({"epoch": 1})
     consistency.program(3, BATCH)
     consistency.stepped("a program")
-    consistency.checkpoint(4)
+    consistency.checkpoint(4, {"w": jnp.ones(2)})
     consistency.end("training", 9, [])
 
 
@@ -77,5 +82,52 @@ def test_the_order_of_programs_counts_since_the_state_was_set(said):
         consistency.state(0, {})
         for program in programs:
             consistency.stepped(program)
-        consistency.checkpoint(2)
+        consistency.checkpoint(2, {})
     assert said[1] == said[5] != said[3]
+
+
+@pytest.fixture
+def errors_of_two(monkeypatch):
+    """Runs a function of the index in two threads that speak to each other; their errors."""
+    meet, values, own = threading.Barrier(2, timeout=60), {}, threading.local()
+
+    def exchange(topic, value, **_):
+        values[own.index] = value
+        meet.wait()
+        found = [values[0], values[1]]
+        meet.wait()
+        return found
+
+    def error(function, index):
+        own.index = index
+        try:
+            function(index)
+        except ValueError as error:
+            return str(error)
+
+    def run(function):
+        with ThreadPoolExecutor(2) as executor:
+            return list(executor.map(error, [function] * 2, range(2)))
+
+    monkeypatch.setattr(_processes, "exchange", exchange)
+    monkeypatch.setattr(_consistency, "exchange", exchange)
+    return run
+
+
+def test_the_lines_of_programs_that_differ_are_named(errors_of_two):
+    text = "multiply\nconstant {}\ncallback {}"
+    shown = errors_of_two(lambda i: of_processes(2).compiled(3, text.format(i, i)))
+    assert shown[0] == shown[1] and "do not agree on the program of a step" in shown[0]
+    assert "1 difference, line 1 of the program from step 3 on: constant 1" in shown[0]
+    shown = errors_of_two(lambda i: of_processes(2).compiled(3, "multiply\nadd"[: 8 + 4 * i]))
+    assert "line 1 of the program from step 3 on: none" in shown[0]
+    assert errors_of_two(lambda i: of_processes(2).compiled(3, text.format(0, i))) == [None, None]
+
+
+def test_the_arrays_of_states_that_differ_are_named(errors_of_two):
+    key, rate = jax.random.key(0), jnp.float32(0.1)
+    states = [{"w": jnp.ones(2), "key": key, "rate": rate * (1 + i)} for i in range(2)]
+    shown = errors_of_two(lambda i: of_processes(2).checkpoint(3, states[i]))
+    assert shown[0] == shown[1] and "do not agree on the state" in shown[0]
+    assert "1 difference, rate after step 3: " in shown[0]
+    assert errors_of_two(lambda i: of_processes(2).checkpoint(3, states[0])) == [None, None]

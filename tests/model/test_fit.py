@@ -1,6 +1,7 @@
 """What `fit`, `evaluate` and `predict` make of their data: how it is cut, ordered and ended."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import optax
@@ -420,3 +421,17 @@ def test_a_checkpoint_of_fit_has_the_number_of_its_epoch():
         callbacks=lambda each: epochs.append(each.epoch),
     )
     assert epochs == [0, 3, 4] and history.epoch == [3, 4]
+
+
+def test_a_second_thread_in_fit_is_refused_and_the_first_goes_on():
+    model, x = make_model(), X[:8]
+
+    with ThreadPoolExecutor(1) as other:
+
+        def call(checkpoint):
+            with pytest.raises(RuntimeError, match="Another thread is training this model"):
+                other.submit(model.fit, x, x[:, :1], verbose=0).result()
+
+        assert len(model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[call])["loss"]) == 2
+        other.submit(model.fit, x, x[:, :1], verbose=0).result()
+    assert model.step == 3

@@ -159,3 +159,11 @@ def test_a_threshold_is_a_positive_number(wrong):
 def test_a_step_of_ones_own_skips_by_itself():
     with pytest.raises(ValueError, match="skip_above would have no effect"):
         ff.TrainTask(step=lambda state, batch: (state, {}), skip_above=6.0)
+
+
+@pytest.mark.parametrize("options", [{"skip_above": 6.0}, {"skip_nonfinite": True}], ids=str)
+def test_steps_are_judged_where_types_are_not_promoted(options):
+    with jax.numpy_dtype_promotion("strict"):
+        task = ff.TrainTask(apply, optax.sgd(0.01), "mse", batches(), **options)
+        loop = ff.TrainLoop(init, task, 0, n_steps=2, stdout=False)
+        assert [checkpoint.metrics["skipped_steps"] for checkpoint in loop] == [0, 0]

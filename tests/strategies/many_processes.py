@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
+from flax import nnx
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(53, 16)).astype(np.float32)
@@ -76,13 +77,13 @@ def train(strategy, data, n_steps, folder=None, *, measured=False, steps_per_cal
     return loop, metrics
 
 
-def train_line(strategy, data, n_steps, folder=None, *, callbacks=(), which="latest"):
+def train_line(strategy, data, n_steps, folder=None, *, callbacks=(), which="latest", rate=0.1):
     """Trains what compiles in no time, and perhaps saves it; the steps seen, the parameters."""
 
     def init(rngs, x):
         return {"params": np.zeros(16, np.float32)}
 
-    task = ff.TrainTask(lambda v, x, **_: (x * v["params"], {}), optax.sgd(0.1), "mse", data)
+    task = ff.TrainTask(lambda v, x, **_: (x * v["params"], {}), optax.sgd(rate), "mse", data)
     if folder is not None:
         callbacks = [*callbacks, ff.checkpoints.CheckpointFileWriter(folder)]
         init = ff.checkpoints.CheckpointFileReader(folder, init, which=which)
@@ -209,6 +210,14 @@ def warm(strategy, folder):
     return model
 
 
+def instance(strategy):
+    """The weights of an NNX instance after a fit, and those of its model."""
+    net = nnx.Linear(16, 512, rngs=nnx.Rngs(0))
+    model = ff.Model(net, OPTIMIZER, "crossentropy", strategy=strategy)
+    model.fit(X, Y, batch_size=16, verbose=0)
+    return ff.gather((nnx.to_pure_dict(nnx.state(net, nnx.Param)), model.state.params))
+
+
 def distilled(strategy, folder=None):
     """The losses of a model that imitates a frozen one, which its checkpoints hold."""
 
@@ -237,6 +246,7 @@ def everything(strategy, folder, *, is_whole):
     results["stopped"] = stop_one(strategy)
     own, _ = train(strategy, own_parts(), None, steps_per_call=2)
     results["own"] = ff.gather(own.state.params)
+    results["instance"] = instance(strategy)
     results["distilled"] = distilled(strategy, f"{folder}-distilled")
     model = warm(strategy, folder)
     results["warm"] = ff.gather(model.state.params)
@@ -255,7 +265,9 @@ def disagreements(strategy):
         "shapes": own(X[: 4 + 4 * index], X[: 4 + 4 * index]),
         "structures": own(*(X[:4], X[:4], np.ones(4))[: 2 + index]),
     }
-    return refusals(lambda data: train_line(strategy, data, 3), different)
+    found = refusals(lambda data: train_line(strategy, data, 3), different)
+    data, rates = ff.ArrayStream(X, X), {"rates": 0.1 * (1 + index)}
+    return found | refusals(lambda rate: train_line(strategy, data, 3, rate=rate), rates)
 
 
 def shared_batches():

@@ -111,6 +111,13 @@ def test_two_processes_begin_with_loaded_weights(two, alone, name):
 
 
 @pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
+def test_an_nnx_instance_gets_the_weights_of_its_model(two, alone, name):
+    found, expected = (part(results(two, name, 0), f"instance[{i}]") for i in range(2))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
 def test_two_processes_place_and_save_companions_as_one_does(two, alone, name):
     found, strategy = part(results(two, name, 0), "distilled"), alone.STRATEGIES[name]()
     assert_close(found, named(alone.distilled(strategy)))
@@ -179,7 +186,8 @@ def test_one_process_may_end_the_run_of_all_and_the_clock_of_the_first_counts(tw
 def test_what_differs_between_processes_is_an_error_in_all_of_them(two, name):
     first, second = (json.loads((two / f"{name}-{i}.json").read_text()) for i in (0, 1))
     assert first == second
-    assert first.keys() == {"lengths", "shapes", "structures", "undivided"}
+    assert first.keys() == {"lengths", "shapes", "structures", "rates", "undivided"}
+    assert "program from step 1 on: " in first["rates"] and "dense<-1.000000e-01>" in first["rates"]
     assert "'length': 50" in first["lengths"] and "'length': 51" in first["lengths"]
     assert "float32[4, 16]" in first["shapes"] and "float32[8, 16]" in first["shapes"]
     assert "process 0: step 1 as the first with inputs/0" in first["structures"]

@@ -69,3 +69,15 @@ def test_a_step_goes_on_in_a_mesh_that_is_set_between_steps():
     first = found.next_checkpoint().loss
     with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])):
         assert [first, *(checkpoint.loss for checkpoint in found)] == losses
+
+
+@pytest.mark.parametrize("strategy", [ONE, slow(FOUR), slow(sharded)])
+def test_a_guard_against_transfers_lets_the_library_move_batches(strategy, tmp_path):
+    with jax.transfer_guard("disallow"):
+        model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", strategy=strategy())
+        model.fit(X, Y, batch_size=8, verbose=0, validation_data=(X, Y), checkpoint_dir=tmp_path)
+        model.evaluate(X, Y)
+        model.predict(X)
+        model.train_on_batch(X, Y)
+        with pytest.raises(RuntimeError, match="Disallowed host-to-device"):
+            jax.numpy.ones(3) + X[:3, 0]
