@@ -86,7 +86,7 @@ class Inspection:
                 self._say_once("products", why_wide(task, state, batch, self._bind))
             sums = result.sums | more_sums(task, result, grad_norm=grad_norm)
             has_statistics = bool(
-                jax.tree.leaves(state.model_state) and task.mutable not in (False, (), [])
+                jax.tree.leaves(result.model_state) and task.mutable not in (False, (), [])
             )
             mixes_rows = traced.mixes_rows and not has_statistics
             if mixes_rows:

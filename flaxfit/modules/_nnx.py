@@ -18,10 +18,10 @@ from flaxfit.modules._flags import (
     parameters,
     switches,
 )
-from flaxfit.modules._functions import GivenInit, ModelFunctions, Names, check_losses
+from flaxfit.modules._functions import WRITTEN, GivenInit, ModelFunctions, Names, check_losses
 from flaxfit.modules._handle import ModuleHandle, with_handle
 from flaxfit.modules._nnx_factory import abstract_of, make
-from flaxfit.tree._types import Function, PyTree, Rngs, Variables
+from flaxfit.tree._types import Function, Params, PyTree, Rngs, Variables
 
 
 def from_nnx(
@@ -69,6 +69,7 @@ def from_nnx(
     """
     from flax import nnx
 
+    from flaxfit.modules import _nnx_effects as effects
     from flaxfit.modules import _nnx_modes
     from flaxfit.modules import _nnx_state as states
     from flaxfit.modules._nnx_errors import misfits_explained
@@ -112,31 +113,45 @@ def from_nnx(
         mutable: CollectionFilter = False,
         **named: PyTree,
     ) -> PyTree:
-        def run(streams: nnx.State) -> tuple[PyTree, nnx.Module]:
-            module = nnx.merge(graph, streams, states.filled(template, variables, names))
+        def filled(variables: Variables, streams: nnx.State) -> nnx.Module:
+            return nnx.merge(graph, streams, states.filled(template, variables, names))
+
+        def run(module: nnx.Module) -> PyTree:
             function = module if call is None else functools.partial(call, module)
             keys = {} if position is None else {"rngs": states.rngs_of_call(rngs)}
             with (
                 _explained(position, len(inputs), is_keyless),
                 misfits_explained(module, (inputs, named)),
             ):
-                return function(*inputs, **{**keys, **arguments, **named}), module
+                return function(*inputs, **{**keys, **arguments, **named})
+
+        def params_after(params: Params) -> Params:
+            module = filled({**variables, "params": params}, streams)
+            run(module)
+            return states.variables_of(module, names)["params"]
 
         is_keyless = rngs is None or (isinstance(rngs, Mapping) and not rngs)
         streams = states.keyed(random, rngs)
         unused = states.counts(streams)
-        outputs, module = run(streams)
+        module = filled(variables, streams)
+        before = effects.facts_of(module, names)
+        outputs = run(module)
         used = states.counts(module)
         drawn = [stream for stream in used if used[stream] is not unused.get(stream)]
         if is_keyless and drawn:
             if not modes.get("deterministic"):
                 raise _without_key(drawn)
             # `nnx.scan` and `nnx.split_rngs` change the states without any effect on the outputs.
-            _check_unused(states.streams_used(lambda each: run(each)[0], streams))
-        _check_outputs(outputs)
+            _check_unused(states.streams_used(lambda each: run(filled(variables, each)), streams))
+        effects.check_outputs(outputs)
+        updates = {} if mutable is False else states.variables_of(module, names)
+        fresh = functools.partial(filled, variables, streams)
+        effects.check_repeats(before, module, fresh, run, names)
         if mutable is False:
             return outputs
-        updates = states.variables_of(module, names)
+        if in_filter(mutable, WRITTEN) and "params" in variables:
+            new = effects.written(variables["params"], updates.get("params", {}), params_after)
+            updates |= {WRITTEN: new} if new else {}
         if train is not False and in_filter(mutable, "losses"):
             check_losses(names, states.collections_of(module))
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}
@@ -265,20 +280,6 @@ def _explained(position: int | None, n_inputs: int, is_keyless: bool) -> Iterato
             "numbers in evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
             "EvalTask(..., rngs=('noise',)). Else test `rngs is None` in the call."
         ) from error
-
-
-def _check_outputs(outputs: PyTree) -> None:
-    from flax import nnx
-
-    def is_module(x: object) -> bool:
-        return isinstance(x, nnx.Module)
-
-    for each in jax.tree.leaves(outputs, is_leaf=is_module):
-        if is_module(each):
-            raise TypeError(
-                f"The call returned a module, {type(each).__name__}: return only the outputs. What "
-                "the call changes in its module is kept."
-            )
 
 
 def _rngs(rngs: Rngs) -> Rngs:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, n_examples
+from flaxfit.modules._functions import WRITTEN
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._compare import ForwardPass, weight_sums, weights_of
@@ -199,7 +200,7 @@ def accumulated_gradient(
         return found.model_state, (found.grads, found.sums, found.penalty), found.scale
 
     parts = in_parts(batch, n)
-    model_state, total, scales = over_parts(of_part, state.model_state, parts, key)
+    model_state, total, scales = over_parts(of_part, state, parts, key)
     grads, sums, penalty = total
     # Every part began with the same scale; one that overflowed has lowered it.
     scale = jax.tree.map(lambda x: x.min(0), scales)
@@ -249,7 +250,7 @@ def _forward_sums(
 
     if n == 1:
         return of_part(state.model_state, batch, key)[1]
-    return over_parts(of_part, state.model_state, in_parts(batch, n), key)[1]
+    return over_parts(of_part, state, in_parts(batch, n), key)[1]
 
 
 def sums_of_weights(result: ForwardPass) -> PyTree:
@@ -265,17 +266,20 @@ def in_parts(batch: PyTree, n: int) -> PyTree:
 
 
 def over_parts(
-    of_part: Function, model_state: PyTree, parts: PyTree, key: jax.Array
+    of_part: Function, state: TrainState, parts: PyTree, key: jax.Array
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Calls `of_part(model_state, part, key) -> (model_state, added, listed)` on each part.
 
     Returns the last model state, the sum of what is added, and what is listed, stacked.
     """
-    n = len(jax.tree.leaves(parts)[0])
+    n, model_state = len(jax.tree.leaves(parts)[0]), state.model_state
     zeros: PyTree = None
     if not jax.config.jax_disable_jit:  # There the scan is a loop of Python: nothing is traced.
         first = jax.tree.map(lambda x: x[0], parts)
-        _, added, _ = jax.eval_shape(of_part, model_state, first, key)
+        after, added, _ = jax.eval_shape(of_part, model_state, first, key)
+        if WRITTEN in after:  # The first part is given the parameters as they are.
+            params = flat(state.params)
+            model_state = {**model_state, WRITTEN: {path: params[path] for path in after[WRITTEN]}}
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
 
     def add_part(carry: PyTree, numbered: tuple[jax.Array, Batch]) -> PyTree:

@@ -1,0 +1,199 @@
+"""What a call of an NNX module leaves in it: parameters that it wrote, and other attributes.
+
+This imports NNX, so it is imported only where a model is an NNX module.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from flaxfit.modules import _nnx_state as states
+from flaxfit.tree._paths import flat
+from flaxfit.tree._types import Function, PyTree
+
+Facts = Mapping[str, Any]
+"""By path, the types of modules, variables, arrays and containers; else the attribute itself."""
+
+_ABSENT = object()
+
+
+def check_outputs(outputs: PyTree) -> None:
+    """Checks that a call returned no module."""
+
+    def is_module(x: object) -> bool:
+        return isinstance(x, nnx.Module)
+
+    for each in jax.tree.leaves(outputs, is_leaf=is_module):
+        if is_module(each):
+            raise TypeError(
+                f"The call returned a module, {type(each).__name__}: return only the outputs. What "
+                "the call changes in its module is kept."
+            )
+
+
+def facts_of(module: nnx.Module, losses: Sequence[str] = ()) -> Facts:
+    """The facts about a module, apart from what `sow` and terms of the loss leave in it."""
+    facts = {}
+    for path, part in nnx.iter_graph(module):
+        name = ".".join(("self", *map(str, path)))
+        is_left = isinstance(part, nnx.Variable) and states.is_transient(part, losses)
+        if not is_left and "._pytree__" not in name:
+            is_array = isinstance(part, jax.Array | np.ndarray)
+            is_node = isinstance(part, nnx.Pytree | nnx.Variable | list | tuple | Mapping)
+            facts[name] = jax.Array if is_array else type(part) if is_node else part
+    return facts
+
+
+def check_repeats(
+    before: Facts,
+    module: nnx.Module,
+    fresh: Callable[[], nnx.Module],
+    run: Function,
+    losses: Sequence[str],
+) -> None:
+    """Checks that a second call of a module would compute what the first one did.
+
+    A program is made of the first call, and each step repeats it. Attributes that calls set and do
+    not read, such as a number of calls, do no harm.
+
+    Args:
+      before: the facts about the module before the call.
+      module: the module after the call.
+      fresh: makes the module as it was before the call.
+      run: calls a module, and returns the outputs.
+      losses: the collections that are terms of the loss.
+
+    Raises:
+      ValueError: a second call would differ, or the call has created parameters.
+    """
+    after = facts_of(module, losses)
+    changes = {
+        name: (old, new)
+        for name in {**before, **after}
+        if not _are_equal(old := before.get(name, _ABSENT), new := after.get(name, _ABSENT))
+    }
+    called = f"The call of {type(module).__name__}"
+    created = [n for n, (_, new) in changes.items() if _is_a(new, nnx.Param) and n not in before]
+    if created:
+        raise ValueError(
+            f"{called} creates the parameters {', '.join(created[:5])}, which no optimizer would "
+            "train: create them in __init__, or call the module once before you pass it."
+        )
+    is_replaced = any(_is_a(old, nnx.Variable) for old, _ in changes.values())
+    if is_replaced or (changes and not _computes_the_same(module, fresh, run, losses)):
+        words = [_in_words(name, old, new) for name, (old, new) in changes.items()]
+        raise ValueError(
+            f"{called} {', '.join(words[:5])}, which its next call would see, but every step "
+            "repeats the first call. Keep what changes in an nnx.Variable that __init__ creates, "
+            "and use jnp.where instead of `if`. If only the first call differs, call the module "
+            "once before you pass it."
+        )
+
+
+def written(before: PyTree, after: PyTree, again: Function) -> dict[str, jax.Array]:
+    """The parameters that a call wrote, by path.
+
+    Args:
+      before: the parameters that the call was given.
+      after: those after the call. `nnx.remat` and `nnx.jit` replace also what they do not change.
+      again: calls the module with other parameters, and returns those after the call.
+    """
+    given, new = flat(before), flat(after)
+    places = [path for path, leaf in given.items() if new.get(path, leaf) is not leaf]
+    if not places:
+        return {}
+
+    def results(*values: jax.Array) -> list[jax.Array]:
+        leaves = given | dict(zip(places, values, strict=True))
+        found = flat(again(jax.tree.unflatten(jax.tree.structure(before), [*leaves.values()])))
+        return [found[path] for path in places]
+
+    program = jax.make_jaxpr(results)(*(given[path] for path in places)).jaxpr
+    sources = _sources(program, [*range(len(places))])
+    return {path: new[path] for i, path in enumerate(places) if sources[i] != i}
+
+
+def _sources(program: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """Which of the numbered inputs each result of a jaxpr is; None if it is computed."""
+    known = dict(zip(program.invars, inputs, strict=True))
+
+    def source(variable: Any) -> Any:
+        return None if isinstance(variable, Literal) else known.get(variable)
+
+    for equation in program.eqns:
+        found = _sources_of(equation, [*map(source, equation.invars)])
+        known.update(zip(equation.outvars, found, strict=True))
+    return [*map(source, program.outvars)]
+
+
+def _sources_of(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """As `_sources`, of a call, a scan or branches."""
+    parts = jax.tree.leaves([*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
+    bodies = [getattr(part, "jaxpr", part) for part in parts if hasattr(part, "eqns")]
+    inputs = inputs[equation.primitive.name == "cond" :]
+    unknown = [None] * len(equation.outvars)
+    if not bodies or any(len(body.invars) != len(inputs) for body in bodies):
+        return unknown
+    start, n = (equation.params.get(name, 0) for name in ("num_consts", "num_carry"))
+    while True:
+        found = [_sources(body, inputs) for body in bodies]
+        same = [xs[0] if len({*xs}) == 1 else None for xs in zip(*found, strict=True)]
+        carried = [a if a == b else None for a, b in zip(inputs[start:], same[:n], strict=False)]
+        if inputs[start : start + n] == carried:
+            return same
+        inputs = [*inputs[:start], *carried, *inputs[start + n :]]
+
+
+def _computes_the_same(
+    module: nnx.Module, fresh: Callable[[], nnx.Module], run: Function, losses: Sequence[str]
+) -> bool:
+    """Whether a call of the changed module is the same program as one of the fresh module."""
+    given = dict(nnx.to_flat_state(nnx.state(fresh())))
+    kept = [*flat(states.persistent(states.variables_of(fresh(), losses)))]
+
+    def program(make: Callable[[], nnx.Module]) -> Any:
+        def results() -> list[PyTree]:
+            outputs = run(one := make())
+            variables = states.variables_of(one, losses)
+            terms = flat(variables.get("losses"))
+            values = flat(variables)
+            return [x for x in jax.tree.leaves((outputs, terms, [values[p] for p in kept]))]
+
+        return jax.make_jaxpr(results)()
+
+    try:
+        states.mark_arrays(module)
+        nnx.pop(module, lambda path, x: path not in given and states.is_transient(x, losses))
+        graph, state = nnx.split(module)
+        leaves = [(path, given.get(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
+        one = program(fresh)
+        two = program(lambda: nnx.merge(graph, nnx.from_flat_state(leaves)))
+    except Exception:  # The second call may also fail, as on a condition on an array of the first.
+        return False
+    is_same = str(one.jaxpr) == str(two.jaxpr) and len(one.consts) == len(two.consts)
+    return is_same and all(map(_are_equal, one.consts, two.consts))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other) or isinstance(one, Tracer):
+        return one is other
+    try:
+        return bool(np.all(one == other))
+    except Exception:  # Objects that do not compare.
+        return False
+
+
+def _is_a(fact: Any, kind: type) -> bool:
+    return isinstance(fact, type) and issubclass(fact, kind)
+
+
+def _in_words(name: str, old: Any, new: Any) -> str:
+    if _is_a(old, nnx.Variable):
+        return f"replaces the {old.__name__} {name}" if new is not _ABSENT else f"removes {name}"
+    value = f"{new.__name__}" if isinstance(new, type) else f"{new!r:.60}"
+    return f"removes {name}" if new is _ABSENT else f"sets {name} to {value}"
