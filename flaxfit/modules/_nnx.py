@@ -1,9 +1,8 @@
 """from_nnx: an NNX module as `(init, apply)`, its variables as plain dicts of arrays."""
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from flaxfit.modules._flags import (
 from flaxfit.modules._functions import WRITTEN, GivenInit, ModelFunctions, Names, check_losses
 from flaxfit.modules._handle import ModuleHandle, with_handle
 from flaxfit.modules._nnx_factory import abstract_of, make
-from flaxfit.tree._types import Function, Params, PyTree, Rngs, Variables
+from flaxfit.tree._types import Function, PyTree, Rngs, Variables
 
 
 def from_nnx(
@@ -72,7 +71,7 @@ def from_nnx(
     from flaxfit.modules import _nnx_effects as effects
     from flaxfit.modules import _nnx_modes
     from flaxfit.modules import _nnx_state as states
-    from flaxfit.modules._nnx_errors import misfits_explained
+    from flaxfit.modules._nnx_errors import misfits_explained, rngs_explained
 
     is_instance = isinstance(model, nnx.Module)
     abstract = abstract_of(model)
@@ -120,15 +119,10 @@ def from_nnx(
             function = module if call is None else functools.partial(call, module)
             keys = {} if position is None else {"rngs": states.rngs_of_call(rngs)}
             with (
-                _explained(position, len(inputs), is_keyless),
+                rngs_explained(position, len(inputs), is_keyless),
                 misfits_explained(module, (inputs, named)),
             ):
                 return function(*inputs, **{**keys, **arguments, **named})
-
-        def params_after(params: Params) -> Params:
-            module = filled({**variables, "params": params}, streams)
-            run(module)
-            return states.variables_of(module, names)["params"]
 
         is_keyless = rngs is None or (isinstance(rngs, Mapping) and not rngs)
         streams = states.keyed(random, rngs)
@@ -145,13 +139,16 @@ def from_nnx(
             _check_unused(states.streams_used(lambda each: run(filled(variables, each)), streams))
         effects.check_outputs(outputs)
         updates = {} if mutable is False else states.variables_of(module, names)
+        if in_filter(mutable, WRITTEN):
+            params = variables.get("params", {})
+            new = effects.written(
+                module, params, run, lambda params: filled({**variables, "params": params}, streams)
+            )
+            updates |= {WRITTEN: new} if new else {}
         fresh = functools.partial(filled, variables, streams)
         effects.check_repeats(before, module, fresh, run, names)
         if mutable is False:
             return outputs
-        if in_filter(mutable, WRITTEN) and "params" in variables:
-            new = effects.written(variables["params"], updates.get("params", {}), params_after)
-            updates |= {WRITTEN: new} if new else {}
         if train is not False and in_filter(mutable, "losses"):
             check_losses(names, states.collections_of(module))
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}
@@ -260,26 +257,6 @@ def _position_of_rngs(function: Any) -> int | None:
     if position == 0:
         raise TypeError("The call has rngs as its first argument: put it after the inputs.")
     return position
-
-
-@contextlib.contextmanager
-def _explained(position: int | None, n_inputs: int, is_keyless: bool) -> Iterator[None]:
-    """Explains errors of a call that concern its argument `rngs`."""
-    if position is not None and n_inputs > position:
-        raise TypeError(
-            f"The call has rngs as argument {position + 1}, and there are {n_inputs} inputs: write "
-            "(self, x, y, *, rngs=None), or give the inputs by name."
-        )
-    try:
-        yield
-    except (AttributeError, TypeError) as error:
-        if position is None or not is_keyless or "NoneType" not in str(error):
-            raise
-        raise ValueError(
-            f"The call failed where it is given no rngs, as in evaluation: {error}. To draw random "
-            "numbers in evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
-            "EvalTask(..., rngs=('noise',)). Else test `rngs is None` in the call."
-        ) from error
 
 
 def _rngs(rngs: Rngs) -> Rngs:

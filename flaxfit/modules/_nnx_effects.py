@@ -14,10 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from flaxfit.modules import _nnx_state as states
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Function, PyTree
-
-Facts = Mapping[str, Any]
-"""By path, the types of modules, variables, arrays and containers; else the attribute itself."""
+from flaxfit.tree._types import Function, Params, PyTree
 
 _ABSENT = object()
 
@@ -36,8 +33,8 @@ def check_outputs(outputs: PyTree) -> None:
             )
 
 
-def facts_of(module: nnx.Module, losses: Sequence[str] = ()) -> Facts:
-    """The facts about a module, apart from what `sow` and terms of the loss leave in it."""
+def facts_of(module: nnx.Module, losses: Sequence[str] = ()) -> dict[str, Any]:
+    """The types of the parts of a module and its other attributes, without what `sow` leaves."""
     facts = {}
     for path, part in nnx.iter_graph(module):
         name = ".".join(("self", *map(str, path)))
@@ -50,26 +47,16 @@ def facts_of(module: nnx.Module, losses: Sequence[str] = ()) -> Facts:
 
 
 def check_repeats(
-    before: Facts,
+    before: Mapping[str, Any],
     module: nnx.Module,
     fresh: Callable[[], nnx.Module],
     run: Function,
-    losses: Sequence[str],
+    losses: Sequence[str] = (),
 ) -> None:
     """Checks that a second call of a module would compute what the first one did.
 
-    A program is made of the first call, and each step repeats it. Attributes that calls set and do
-    not read, such as a number of calls, do no harm.
-
-    Args:
-      before: the facts about the module before the call.
-      module: the module after the call.
-      fresh: makes the module as it was before the call.
-      run: calls a module, and returns the outputs.
-      losses: the collections that are terms of the loss.
-
-    Raises:
-      ValueError: a second call would differ, or the call has created parameters.
+    Each step repeats the program of the first call, of a `fresh` module, whose facts are `before`.
+    Attributes that calls set and do not read, such as the number of calls, do no harm.
     """
     after = facts_of(module, losses)
     changes = {
@@ -77,49 +64,58 @@ def check_repeats(
         for name in {**before, **after}
         if not _are_equal(old := before.get(name, _ABSENT), new := after.get(name, _ABSENT))
     }
+    created = [n for n, (old, new) in changes.items() if old is _ABSENT and _is_a(new, nnx.Param)]
+    is_replaced = any(_is_a(old, nnx.Variable) for old, _ in changes.values())
     called = f"The call of {type(module).__name__}"
-    created = [n for n, (_, new) in changes.items() if _is_a(new, nnx.Param) and n not in before]
     if created:
         raise ValueError(
             f"{called} creates the parameters {', '.join(created[:5])}, which no optimizer would "
             "train: create them in __init__, or call the module once before you pass it."
         )
-    is_replaced = any(_is_a(old, nnx.Variable) for old, _ in changes.values())
     if is_replaced or (changes and not _computes_the_same(module, fresh, run, losses)):
-        words = [_in_words(name, old, new) for name, (old, new) in changes.items()]
+        said = (_in_words(name, old, new) for name, (old, new) in [*changes.items()][:5])
         raise ValueError(
-            f"{called} {', '.join(words[:5])}, which its next call would see, but every step "
-            "repeats the first call. Keep what changes in an nnx.Variable that __init__ creates, "
-            "and use jnp.where instead of `if`. If only the first call differs, call the module "
-            "once before you pass it."
+            f"{called} {', '.join(said)}, which its next call would see, but every step repeats "
+            "the first call. Keep what changes in an nnx.Variable that __init__ creates, and use "
+            "jnp.where instead of `if`. If only the first call differs, call the module once "
+            "before you pass it."
         )
 
 
-def written(before: PyTree, after: PyTree, again: Function) -> dict[str, jax.Array]:
-    """The parameters that a call wrote, by path.
+def written(
+    module: nnx.Module, params: Params, run: Function, fresh: Function
+) -> dict[str, jax.Array]:
+    """The parameters that a call has written, by path, where `fresh(params)` makes the module.
 
-    Args:
-      before: the parameters that the call was given.
-      after: those after the call. `nnx.remat` and `nnx.jit` replace also what they do not change.
-      again: calls the module with other parameters, and returns those after the call.
+    `nnx.SpectralNorm` and `nnx.WeightNorm` write what they compute of a layer's parameters; these
+    are trained as in Linen, where they stay.
     """
-    given, new = flat(before), flat(after)
+    given, new = flat(params), flat(states.variables_of(module).get("params", {}))
     places = [path for path, leaf in given.items() if new.get(path, leaf) is not leaf]
+    wrappers = tuple(
+        "/".join((*map(str, path), ""))
+        for path, part in (nnx.iter_modules(module) if places else ())
+        if isinstance(part, nnx.SpectralNorm | nnx.WeightNorm)
+    )
+    places = [path for path in places if not path.startswith(wrappers)]
     if not places:
         return {}
 
     def results(*values: jax.Array) -> list[jax.Array]:
         leaves = given | dict(zip(places, values, strict=True))
-        found = flat(again(jax.tree.unflatten(jax.tree.structure(before), [*leaves.values()])))
+        run(one := fresh(jax.tree.unflatten(jax.tree.structure(params), [*leaves.values()])))
+        found = flat(states.variables_of(one)["params"])
         return [found[path] for path in places]
 
-    program = jax.make_jaxpr(results)(*(given[path] for path in places)).jaxpr
-    sources = _sources(program, [*range(len(places))])
-    return {path: new[path] for i, path in enumerate(places) if sources[i] != i}
+    # `nnx.remat` and `nnx.jit` return parameters that they leave alone as new arrays, too.
+    with jax.disable_jit(disable=False):
+        program = jax.make_jaxpr(results)(*(given[path] for path in places)).jaxpr
+    sources = _sources(program, places)
+    return {p: new[p] for p, source in zip(places, sources, strict=True) if source != p}
 
 
 def _sources(program: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
-    """Which of the numbered inputs each result of a jaxpr is; None if it is computed."""
+    """Which of the named inputs each result of a jaxpr is; None if it is computed."""
     known = dict(zip(program.invars, inputs, strict=True))
 
     def source(variable: Any) -> Any:
@@ -136,16 +132,15 @@ def _sources_of(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
     parts = jax.tree.leaves([*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
     bodies = [getattr(part, "jaxpr", part) for part in parts if hasattr(part, "eqns")]
     inputs = inputs[equation.primitive.name == "cond" :]
-    unknown = [None] * len(equation.outvars)
     if not bodies or any(len(body.invars) != len(inputs) for body in bodies):
-        return unknown
+        return [None] * len(equation.outvars)
     start, n = (equation.params.get(name, 0) for name in ("num_consts", "num_carry"))
-    while True:
-        found = [_sources(body, inputs) for body in bodies]
-        same = [xs[0] if len({*xs}) == 1 else None for xs in zip(*found, strict=True)]
-        carried = [a if a == b else None for a, b in zip(inputs[start:], same[:n], strict=False)]
+    while True:  # What a scan carries is known where a pass leaves it alone.
+        passes = [_sources(body, inputs) for body in bodies]
+        found = [xs[0] if len({*xs}) == 1 else None for xs in zip(*passes, strict=True)]
+        carried = [a if a == b else None for a, b in zip(inputs[start:], found[:n], strict=False)]
         if inputs[start : start + n] == carried:
-            return same
+            return found
         inputs = [*inputs[:start], *carried, *inputs[start + n :]]
 
 
@@ -160,9 +155,9 @@ def _computes_the_same(
         def results() -> list[PyTree]:
             outputs = run(one := make())
             variables = states.variables_of(one, losses)
-            terms = flat(variables.get("losses"))
             values = flat(variables)
-            return [x for x in jax.tree.leaves((outputs, terms, [values[p] for p in kept]))]
+            left = outputs, variables.get("losses"), [values[path] for path in kept]
+            return jax.tree.leaves(left)
 
         return jax.make_jaxpr(results)()
 
@@ -193,7 +188,7 @@ def _is_a(fact: Any, kind: type) -> bool:
 
 
 def _in_words(name: str, old: Any, new: Any) -> str:
-    if _is_a(old, nnx.Variable):
-        return f"replaces the {old.__name__} {name}" if new is not _ABSENT else f"removes {name}"
-    value = f"{new.__name__}" if isinstance(new, type) else f"{new!r:.60}"
-    return f"removes {name}" if new is _ABSENT else f"sets {name} to {value}"
+    if new is _ABSENT:
+        return f"removes {name}"
+    value = new.__name__ if isinstance(new, type) else f"{new!r:.60}"
+    return f"{'creates' if old is _ABSENT else 'sets'} {name} ({value})"

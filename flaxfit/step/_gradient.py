@@ -200,7 +200,7 @@ def accumulated_gradient(
         return found.model_state, (found.grads, found.sums, found.penalty), found.scale
 
     parts = in_parts(batch, n)
-    model_state, total, scales = over_parts(of_part, state, parts, key)
+    model_state, total, scales = over_parts(of_part, state.model_state, parts, key)
     grads, sums, penalty = total
     # Every part began with the same scale; one that overflowed has lowered it.
     scale = jax.tree.map(lambda x: x.min(0), scales)
@@ -250,7 +250,7 @@ def _forward_sums(
 
     if n == 1:
         return of_part(state.model_state, batch, key)[1]
-    return over_parts(of_part, state, in_parts(batch, n), key)[1]
+    return over_parts(of_part, state.model_state, in_parts(batch, n), key)[1]
 
 
 def sums_of_weights(result: ForwardPass) -> PyTree:
@@ -266,30 +266,38 @@ def in_parts(batch: PyTree, n: int) -> PyTree:
 
 
 def over_parts(
-    of_part: Function, state: TrainState, parts: PyTree, key: jax.Array
+    of_part: Function, model_state: PyTree, parts: PyTree, key: jax.Array
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Calls `of_part(model_state, part, key) -> (model_state, added, listed)` on each part.
 
-    Returns the last model state, the sum of what is added, and what is listed, stacked.
+    Returns the last model state, the sum of what is added, and what is listed, stacked. Every part
+    begins with the same parameters, and what the parts write to these is averaged.
     """
-    n, model_state = len(jax.tree.leaves(parts)[0]), state.model_state
+
+    def of_one(model_state: PyTree, part: PyTree, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        new, added, listed = of_part(model_state, part, key)
+        state = {name: tree for name, tree in new.items() if name != WRITTEN}
+        return state, (added, new.get(WRITTEN, {})), listed
+
+    n = len(jax.tree.leaves(parts)[0])
     zeros: PyTree = None
     if not jax.config.jax_disable_jit:  # There the scan is a loop of Python: nothing is traced.
         first = jax.tree.map(lambda x: x[0], parts)
-        after, added, _ = jax.eval_shape(of_part, model_state, first, key)
-        if WRITTEN in after:  # The first part is given the parameters as they are.
-            params = flat(state.params)
-            model_state = {**model_state, WRITTEN: {path: params[path] for path in after[WRITTEN]}}
+        _, added, _ = jax.eval_shape(of_one, model_state, first, key)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
 
     def add_part(carry: PyTree, numbered: tuple[jax.Array, Batch]) -> PyTree:
         (model_state, total), (number, part) = carry, numbered
-        model_state, new, listed = of_part(model_state, part, jax.random.fold_in(key, number))
+        model_state, new, listed = of_one(model_state, part, jax.random.fold_in(key, number))
         total = new if total is None else jax.tree.map(jnp.add, total, new)
         return (model_state, total), listed
 
     start = (model_state, zeros)
-    (model_state, total), listed = jax.lax.scan(add_part, start, (jnp.arange(n), parts))
+    (model_state, found), listed = jax.lax.scan(add_part, start, (jnp.arange(n), parts))
+    total, written = found
+    if written:
+        written = jax.tree.map(lambda x: (x / n).astype(x.dtype), written)
+        model_state = {**model_state, WRITTEN: written}
     return model_state, total, listed
 
 

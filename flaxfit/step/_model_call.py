@@ -92,7 +92,9 @@ def _updated(name: str, new: PyTree, old: PyTree) -> PyTree:
     before = flat(old)
     for path, leaf in flat(new).items():
         was = before[path]
-        is_rounded = jnp.issubdtype(leaf.dtype, jnp.inexact) > jnp.issubdtype(was.dtype, jnp.inexact)
+        is_rounded = jnp.issubdtype(leaf.dtype, jnp.inexact) > jnp.issubdtype(
+            was.dtype, jnp.inexact
+        )
         if leaf.shape != was.shape or is_rounded:
             raise ValueError(
                 f"The model changes the state {name}/{path} from {was.dtype}{list(was.shape)} to "
@@ -104,18 +106,15 @@ def _updated(name: str, new: PyTree, old: PyTree) -> PyTree:
 
 def _check_written(task: TrainTask, written: Params) -> None:
     """Checks that the parameters that a call has written are frozen, and not of 16 bits."""
-    trained = [path for path in written if not match([(p, True) for p in task.freeze], path)]
-    if trained:
+    frozen = [(pattern, True) for pattern in task.freeze]
+    refused, why = [path for path in written if not match(frozen, path)], "are trained"
+    if not refused and task.precision not in (None, "float32"):
+        refused, why = [*written], f"precision={task.precision!r} rounds to 16 bits in each step"
+    if refused:
         raise ValueError(
-            f"The call of the model writes {', '.join(trained[:5])}, which are trained, and the "
-            "optimizer would discard what it writes. Name them in freeze=, keep them in an "
-            "nnx.Variable of another type than nnx.Param, or write the step with nnx_step."
-        )
-    if written and task.precision not in (None, "float32"):
-        raise ValueError(
-            f"The call of the model writes {', '.join([*written][:5])}, which "
-            f"precision={task.precision!r} rounds to 16 bits in each step: keep them in an "
-            "nnx.Variable of another type than nnx.Param, which is not rounded."
+            f"The call of the model writes {', '.join(refused[:5])}, which {why}, so that what it "
+            "writes would be lost. Keep it in an nnx.Variable of another type than nnx.Param, "
+            "name frozen parameters in freeze=, or write the step with nnx_step."
         )
 
 

@@ -92,9 +92,7 @@ def make_train_step(
         passed = {name: passed[name] for name in taken}
         with _demands_explained(taken):
             updated = trained.apply_gradient(optimizer, changed, model_state=model_state, **passed)
-        updated = updated.replace(
-            params=carry_over(written, merge(updated.params, state.params))
-        )
+        updated = updated.replace(params=carry_over(written, merge(updated.params, state.params)))
         unchanged = state.replace(step=updated.step)
         kept: dict[str, PyTree] = {}  # What advances in a skipped step, too.
         if found.scale != ():

@@ -73,7 +73,7 @@ def whole_batch_gradient(
         grads, ((model_state, penalty), next_scale) = grad_of(objective, scale)(trained)
         return model_state, (grads, penalty), next_scale
 
-    _, (grads, sown), scales = over_parts(of_part, state, (parts, slopes), key)
+    _, (grads, sown), scales = over_parts(of_part, state.model_state, (parts, slopes), key)
     penalty = result.penalty
     if sown is not None:
         penalty = sown / n if penalty is None else penalty + sown / n
@@ -105,7 +105,7 @@ def _outputs_of(
         outputs, updates = apply_model(task, state.params, model_state, part, rngs)
         return updated_state(model_state, updates), (), in_float32(as_outputs(outputs))
 
-    model_state, _, outputs = over_parts(of_part, state, parts, key)
+    model_state, _, outputs = over_parts(of_part, state.model_state, parts, key)
     return outputs, model_state
 
 
