@@ -113,7 +113,8 @@ def from_nnx(
         **named: PyTree,
     ) -> PyTree:
         def filled(variables: Variables, streams: nnx.State) -> nnx.Module:
-            return nnx.merge(graph, streams, states.filled(template, variables, names))
+            values = states.filled(template, variables, names)
+            return nnx.merge(graph, streams, values, copy=True)
 
         def run(module: nnx.Module) -> PyTree:
             function = module if call is None else functools.partial(call, module)
@@ -145,12 +146,12 @@ def from_nnx(
                 module, params, run, lambda params: filled({**variables, "params": params}, streams)
             )
             updates |= {WRITTEN: new} if new else {}
+        if train is not False and in_filter(mutable, "losses"):
+            check_losses(names, states.collections_of(module))
         fresh = functools.partial(filled, variables, streams)
         effects.check_repeats(before, module, fresh, run, names)
         if mutable is False:
             return outputs
-        if train is not False and in_filter(mutable, "losses"):
-            check_losses(names, states.collections_of(module))
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}
 
     def merged(variables: Variables) -> nnx.Module:

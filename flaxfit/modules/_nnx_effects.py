@@ -167,7 +167,7 @@ def _computes_the_same(
         graph, state = nnx.split(module)
         leaves = [(path, given.get(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
         one = program(fresh)
-        two = program(lambda: nnx.merge(graph, nnx.from_flat_state(leaves)))
+        two = program(lambda: nnx.merge(graph, nnx.from_flat_state(leaves), copy=True))
     except Exception:  # The second call may also fail, as on a condition on an array of the first.
         return False
     is_same = str(one.jaxpr) == str(two.jaxpr) and len(one.consts) == len(two.consts)
