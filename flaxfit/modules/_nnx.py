@@ -112,9 +112,10 @@ def from_nnx(
         mutable: CollectionFilter = False,
         **named: PyTree,
     ) -> PyTree:
-        def filled(variables: Variables, streams: nnx.State) -> nnx.Module:
-            values = states.filled(template, variables, names)
-            return nnx.merge(graph, streams, values, copy=True)
+        def filled(streams: nnx.State, params: PyTree = None, *, copy: bool = True) -> nnx.Module:
+            given = variables if params is None else {**variables, "params": params}
+            values = states.filled(template, given, names)
+            return nnx.merge(graph, streams, values, copy=copy)
 
         def run(module: nnx.Module) -> PyTree:
             function = module if call is None else functools.partial(call, module)
@@ -128,8 +129,8 @@ def from_nnx(
         is_keyless = rngs is None or (isinstance(rngs, Mapping) and not rngs)
         streams = states.keyed(random, rngs)
         unused = states.counts(streams)
-        module = filled(variables, streams)
-        before = effects.facts_of(module, names)
+        module = filled(streams, copy=False)
+        before = effects.facts_of(module)
         outputs = run(module)
         used = states.counts(module)
         drawn = [stream for stream in used if used[stream] is not unused.get(stream)]
@@ -137,18 +138,16 @@ def from_nnx(
             if not modes.get("deterministic"):
                 raise _without_key(drawn)
             # `nnx.scan` and `nnx.split_rngs` change the states without any effect on the outputs.
-            _check_unused(states.streams_used(lambda each: run(filled(variables, each)), streams))
+            _check_unused(states.streams_used(lambda each: run(filled(each)), streams))
         effects.check_outputs(outputs)
         updates = {} if mutable is False else states.variables_of(module, names)
+        fresh = functools.partial(filled, streams)
         if in_filter(mutable, WRITTEN):
-            params = variables.get("params", {})
-            new = effects.written(
-                module, params, run, lambda params: filled({**variables, "params": params}, streams)
-            )
+            both = [tree.get("params", {}) for tree in (variables, updates)]
+            new = effects.written(module, *both, fresh, run)
             updates |= {WRITTEN: new} if new else {}
         if train is not False and in_filter(mutable, "losses"):
             check_losses(names, states.collections_of(module))
-        fresh = functools.partial(filled, variables, streams)
         effects.check_repeats(before, module, fresh, run, names)
         if mutable is False:
             return outputs

@@ -54,9 +54,10 @@ def collections_of(module: nnx.Module) -> set[str]:
     return {collection for _, (collection, *_), _ in _leaves(_state(module))}
 
 
-def is_transient(variable: Leaf, losses: Sequence[str] = ()) -> bool:
-    """Whether a variable is written by each call, hence not part of the model."""
-    return _collection(variable, losses) in _TRANSIENT
+def is_transient(kind: type, losses: Sequence[str] = ()) -> bool:
+    """Whether each call writes variables of a type, so that they are not part of the model."""
+    is_variable = issubclass(kind, nnx.Variable)
+    return is_variable and collection_of(kind) in (*_TRANSIENT, *losses)
 
 
 def persistent(variables: Variables) -> Variables:
@@ -320,7 +321,7 @@ def _shape(x: PyTree) -> jax.ShapeDtypeStruct:
 
 def _is_sown(losses: Sequence[str], _: object, leaf: Leaf) -> bool:
     # The tuples of `sow` that an instance holds would grow with each call.
-    return is_transient(leaf, losses) and isinstance(_value(leaf), tuple)
+    return is_transient(type(leaf), losses) and isinstance(_value(leaf), tuple)
 
 
 def _key(rngs: Rngs, stream: str) -> jax.Array | None:

@@ -111,7 +111,8 @@ class NNXStep:
         streams = _nnx_state.keyed(self._random, keys[0])
 
         def fresh() -> Any:
-            return nnx.merge(self._graph, streams, _nnx_state.filled(self._template, variables))
+            values = _nnx_state.filled(self._template, variables)
+            return nnx.merge(self._graph, streams, values, copy=True)
 
         def run(whole: Any) -> tuple[Mapping[str, Sums], PyTree]:
             is_one = len(self._modules) == 1
