@@ -196,7 +196,8 @@ def _check_lengths(batch: Batch) -> None:
     for leaf in jax.tree.leaves(batch):
         if not leaf.shape:
             raise TypeError(
-                f"A batch must hold arrays of shape (batch, ...), got the scalar {leaf}. {_WHOLE}"
+                f"A batch must hold arrays of shape (batch, ...), got the scalar {leaf}. Lists are "
+                f"several arrays: write np.asarray(x) for a list of numbers or of lists. {_WHOLE}"
             )
     lengths = _lengths(batch)
     if len(lengths) == 1 and 0 not in lengths:

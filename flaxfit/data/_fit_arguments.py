@@ -98,8 +98,8 @@ def as_arrays(part: PyTree) -> PyTree:
             return np.asarray(part)
         except ValueError as error:
             raise ValueError(
-                "Cannot convert lists of different lengths to an array: pad them to one length. "
-                f"{error}"
+                "Cannot convert lists of different lengths to an array: pad them to one length; in "
+                f"a list of batches (x, y), write np.asarray(x) for lists of numbers. {error}"
             ) from error
     if isinstance(part, Mapping):
         return {name: as_arrays(value) for name, value in part.items()}

@@ -60,7 +60,7 @@ def examine(
         batch.
     """
     n_parts = task.accumulate if isinstance(task, TrainTask) else 1
-    why_not, is_replaced = _why_not_pad(task, state, result), _replaces_targets(task, batch)
+    why_not, is_replaced = _why_not_pad(task, result), _replaces_targets(task, batch)
     # A loss that may not be divided is given the rows of all replicas, where that can be.
     is_apart = n_parts > 1 or strategy.virtual_replicas is not None
     may_gather = not (is_apart or isinstance(task.loss, LossByOutput))
@@ -94,7 +94,7 @@ def examine(
     return known[key]
 
 
-def _why_not_pad(task: TrainTask | EvalTask, state: PyTree, result: ForwardPass) -> str:
+def _why_not_pad(task: TrainTask | EvalTask, result: ForwardPass) -> str:
     """Why rows of weight 0 would change results, by the task and the shapes of its results."""
     if task.across is not None:
         return "the loss sees the whole batch"
@@ -105,7 +105,7 @@ def _why_not_pad(task: TrainTask | EvalTask, state: PyTree, result: ForwardPass)
     if result.penalty is not None:
         return "the penalty that is added to the loss is one number for the batch"
     is_kept = isinstance(task, TrainTask) and task.mutable not in (False, (), [])
-    if is_kept and jax.tree.leaves(state.model_state):
+    if is_kept and jax.tree.leaves(result.model_state):
         return "the model keeps statistics of its inputs, such as BatchNorm's"
     return ""
 
@@ -214,8 +214,9 @@ class Division(NamedTuple):
         if self.n_parts > 1 and not mixed:
 
             def continued(state: PyTree, new: PyTree) -> PyTree:
-                old = {name: state.model_state[name] for name in new}
-                return state.replace(model_state=state.model_state | like(new, old))
+                old = state.model_state  # A module may have written frozen parameters, too.
+                kept = {name: like(new[name], old[name]) for name in new if name in old}
+                return state.replace(model_state={**old, **kept})
 
             chain = try_halves(one, state, batch, continued=continued, **options)
             state_of_replicas = changed.state if self.n_replicas > 1 else ""

@@ -11,6 +11,9 @@ from flax.core.scope import CollectionFilter, in_filter
 from flaxfit.modules._handle import attached, with_handle
 from flaxfit.tree._types import Function, Params, PyTree, Rngs, Variables
 
+WRITTEN = "written_params"
+"""The collection of the parameters that a call of the model has written, by path."""
+
 Names = str | type | Iterable[str | type]
 """Collections by name, or types of NNX variables."""
 
@@ -91,7 +94,14 @@ class GivenInit:
         self._give = give
 
     def __call__(self, rngs: Rngs, *inputs: PyTree, **named: PyTree) -> Variables:
-        return jax.tree.map(jnp.copy, self._give())
+        variables = self._give()
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(variables)):
+            raise TypeError(
+                "The module holds shapes instead of arrays, as nnx.eval_shape returns it, so it "
+                "has no weights to begin with: pass the function that makes the module, such as "
+                "`lambda rngs: Module(rngs)`, or begin with a state."
+            )
+        return jax.tree.map(jnp.copy, variables)
 
 
 def from_function(

@@ -1,9 +1,8 @@
 """from_nnx: an NNX module as `(init, apply)`, its variables as plain dicts of arrays."""
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from flaxfit.modules._flags import (
     parameters,
     switches,
 )
-from flaxfit.modules._functions import GivenInit, ModelFunctions, Names, check_losses
+from flaxfit.modules._functions import WRITTEN, GivenInit, ModelFunctions, Names, check_losses
 from flaxfit.modules._handle import ModuleHandle, with_handle
 from flaxfit.modules._nnx_factory import abstract_of, make
 from flaxfit.tree._types import Function, PyTree, Rngs, Variables
@@ -69,9 +68,10 @@ def from_nnx(
     """
     from flax import nnx
 
+    from flaxfit.modules import _nnx_effects as effects
     from flaxfit.modules import _nnx_modes
     from flaxfit.modules import _nnx_state as states
-    from flaxfit.modules._nnx_errors import misfits_explained
+    from flaxfit.modules._nnx_errors import misfits_explained, rngs_explained
 
     is_instance = isinstance(model, nnx.Module)
     abstract = abstract_of(model)
@@ -112,33 +112,45 @@ def from_nnx(
         mutable: CollectionFilter = False,
         **named: PyTree,
     ) -> PyTree:
-        def run(streams: nnx.State) -> tuple[PyTree, nnx.Module]:
-            module = nnx.merge(graph, streams, states.filled(template, variables, names))
+        def filled(streams: nnx.State, params: PyTree = None, *, copy: bool = True) -> nnx.Module:
+            given = variables if params is None else {**variables, "params": params}
+            values = states.filled(template, given, names)
+            return nnx.merge(graph, streams, values, copy=copy)
+
+        def run(module: nnx.Module) -> PyTree:
             function = module if call is None else functools.partial(call, module)
             keys = {} if position is None else {"rngs": states.rngs_of_call(rngs)}
             with (
-                _explained(position, len(inputs), is_keyless),
+                rngs_explained(position, len(inputs), is_keyless),
                 misfits_explained(module, (inputs, named)),
             ):
-                return function(*inputs, **{**keys, **arguments, **named}), module
+                return function(*inputs, **{**keys, **arguments, **named})
 
         is_keyless = rngs is None or (isinstance(rngs, Mapping) and not rngs)
         streams = states.keyed(random, rngs)
         unused = states.counts(streams)
-        outputs, module = run(streams)
+        module = filled(streams, copy=False)
+        before = effects.facts_of(module)
+        outputs = run(module)
         used = states.counts(module)
         drawn = [stream for stream in used if used[stream] is not unused.get(stream)]
         if is_keyless and drawn:
             if not modes.get("deterministic"):
                 raise _without_key(drawn)
             # `nnx.scan` and `nnx.split_rngs` change the states without any effect on the outputs.
-            _check_unused(states.streams_used(lambda each: run(each)[0], streams))
-        _check_outputs(outputs)
-        if mutable is False:
-            return outputs
-        updates = states.variables_of(module, names)
+            _check_unused(states.streams_used(lambda each: run(filled(each)), streams))
+        effects.check_outputs(outputs)
+        updates = {} if mutable is False else states.variables_of(module, names)
+        fresh = functools.partial(filled, streams)
+        if in_filter(mutable, WRITTEN):
+            both = [tree.get("params", {}) for tree in (variables, updates)]
+            new = effects.written(module, *both, fresh, run)
+            updates |= {WRITTEN: new} if new else {}
         if train is not False and in_filter(mutable, "losses"):
             check_losses(names, states.collections_of(module))
+        effects.check_repeats(before, module, fresh, run, names)
+        if mutable is False:
+            return outputs
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}
 
     def merged(variables: Variables) -> nnx.Module:
@@ -245,40 +257,6 @@ def _position_of_rngs(function: Any) -> int | None:
     if position == 0:
         raise TypeError("The call has rngs as its first argument: put it after the inputs.")
     return position
-
-
-@contextlib.contextmanager
-def _explained(position: int | None, n_inputs: int, is_keyless: bool) -> Iterator[None]:
-    """Explains errors of a call that concern its argument `rngs`."""
-    if position is not None and n_inputs > position:
-        raise TypeError(
-            f"The call has rngs as argument {position + 1}, and there are {n_inputs} inputs: write "
-            "(self, x, y, *, rngs=None), or give the inputs by name."
-        )
-    try:
-        yield
-    except (AttributeError, TypeError) as error:
-        if position is None or not is_keyless or "NoneType" not in str(error):
-            raise
-        raise ValueError(
-            f"The call failed where it is given no rngs, as in evaluation: {error}. To draw random "
-            "numbers in evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
-            "EvalTask(..., rngs=('noise',)). Else test `rngs is None` in the call."
-        ) from error
-
-
-def _check_outputs(outputs: PyTree) -> None:
-    from flax import nnx
-
-    def is_module(x: object) -> bool:
-        return isinstance(x, nnx.Module)
-
-    for each in jax.tree.leaves(outputs, is_leaf=is_module):
-        if is_module(each):
-            raise TypeError(
-                f"The call returned a module, {type(each).__name__}: return only the outputs. What "
-                "the call changes in its module is kept."
-            )
 
 
 def _rngs(rngs: Rngs) -> Rngs:

@@ -40,6 +40,26 @@ def misfits_explained(module: nnx.Module, inputs: PyTree) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def rngs_explained(position: int | None, n_inputs: int, is_keyless: bool) -> Iterator[None]:
+    """Explains errors of a call that concern its argument `rngs`."""
+    if position is not None and n_inputs > position:
+        raise TypeError(
+            f"The call has rngs as argument {position + 1}, and there are {n_inputs} inputs: write "
+            "(self, x, y, *, rngs=None), or give the inputs by name."
+        )
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if position is None or not is_keyless or "NoneType" not in str(error):
+            raise
+        raise ValueError(
+            f"The call failed where it is given no rngs, as in evaluation: {error}. To draw random "
+            "numbers in evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
+            "EvalTask(..., rngs=('noise',)). Else test `rngs is None` in the call."
+        ) from error
+
+
 def _layer_of(error: Exception) -> Any:
     """The module whose method has raised an error, if it is one of Flax's own."""
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -54,6 +54,12 @@ def collections_of(module: nnx.Module) -> set[str]:
     return {collection for _, (collection, *_), _ in _leaves(_state(module))}
 
 
+def is_transient(kind: type, losses: Sequence[str] = ()) -> bool:
+    """Whether each call writes variables of a type, so that they are not part of the model."""
+    is_variable = issubclass(kind, nnx.Variable)
+    return is_variable and collection_of(kind) in (*_TRANSIENT, *losses)
+
+
 def persistent(variables: Variables) -> Variables:
     """The collections that are part of the model, without those that each call writes."""
     return {name: tree for name, tree in variables.items() if name not in _TRANSIENT}
@@ -315,7 +321,7 @@ def _shape(x: PyTree) -> jax.ShapeDtypeStruct:
 
 def _is_sown(losses: Sequence[str], _: object, leaf: Leaf) -> bool:
     # The tuples of `sow` that an instance holds would grow with each call.
-    return _collection(leaf, losses) in _TRANSIENT and isinstance(_value(leaf), tuple)
+    return is_transient(type(leaf), losses) and isinstance(_value(leaf), tuple)
 
 
 def _key(rngs: Rngs, stream: str) -> jax.Array | None:

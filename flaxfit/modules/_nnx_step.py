@@ -98,7 +98,7 @@ class NNXStep:
         """Takes a step on copies of the modules and optimizers that hold the state."""
         from flax import nnx
 
-        from flaxfit.modules import _nnx_optimizer, _nnx_state
+        from flaxfit.modules import _nnx_effects, _nnx_optimizer, _nnx_state
 
         if not isinstance(state.opt_state, Mapping) or {*state.opt_state} != {*self._split}:
             raise ValueError(
@@ -108,21 +108,27 @@ class NNXStep:
         # Functions of the step, as all randomness; streams in modules are not parts of a state.
         keys = jax.random.split(jax.random.fold_in(state.key, state.step))
         variables = {"params": state.params, **state.model_state}
-        whole: Any = nnx.merge(
-            self._graph,
-            _nnx_state.keyed(self._random, keys[0]),
-            _nnx_state.filled(self._template, variables),
-        )
-        modules = {
-            name: whole if len(self._modules) == 1 else whole[name] for name in self._modules
-        }
-        optimizers = {
-            name: _nnx_optimizer.merged(each, state.opt_state[name], modules)
-            for name, each in self._split.items()
-        }
-        objects = {name: {**modules, **optimizers}[name] for name in self._objects}
-        rngs = {"rngs": nnx.Rngs(keys[1])} if self._takes_rngs else {}
-        sums = self._function(**objects, batch=batch, **rngs)
+        streams = _nnx_state.keyed(self._random, keys[0])
+
+        def fresh() -> Any:
+            values = _nnx_state.filled(self._template, variables)
+            return nnx.merge(self._graph, streams, values, copy=True)
+
+        def run(whole: Any) -> tuple[Mapping[str, Sums], PyTree]:
+            is_one = len(self._modules) == 1
+            modules = {name: whole if is_one else whole[name] for name in self._modules}
+            optimizers = {
+                name: _nnx_optimizer.merged(each, state.opt_state[name], modules)
+                for name, each in self._split.items()
+            }
+            objects = {name: {**modules, **optimizers}[name] for name in self._objects}
+            rngs = {"rngs": nnx.Rngs(keys[1])} if self._takes_rngs else {}
+            sums = self._function(**objects, batch=batch, **rngs)
+            return sums, {n: _nnx_optimizer.values_of(each) for n, each in optimizers.items()}
+
+        whole = fresh()
+        before = _nnx_effects.facts_of(whole)
+        sums, opt_state = run(whole)
         if not isinstance(sums, Mapping):
             raise TypeError(
                 f"The function of nnx_step returned {type(sums).__name__}; expected numbers by "
@@ -130,7 +136,7 @@ class NNXStep:
             )
         model_state = _nnx_state.persistent(_nnx_state.variables_of(whole))
         params = model_state.pop("params", {})
-        opt_state = {name: _nnx_optimizer.values_of(each) for name, each in optimizers.items()}
+        _nnx_effects.check_repeats(before, whole, fresh, run)
         return state.replace(params=params, model_state=model_state, opt_state=opt_state), sums
 
     def write_back(self, state: Any) -> None:

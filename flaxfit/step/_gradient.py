@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, n_examples
+from flaxfit.modules._functions import WRITTEN
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._compare import ForwardPass, weight_sums, weights_of
@@ -269,23 +270,34 @@ def over_parts(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Calls `of_part(model_state, part, key) -> (model_state, added, listed)` on each part.
 
-    Returns the last model state, the sum of what is added, and what is listed, stacked.
+    Returns the last model state, the sum of what is added, and what is listed, stacked. Every part
+    begins with the same parameters, and what the parts write to these is averaged.
     """
+
+    def of_one(model_state: PyTree, part: PyTree, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        new, added, listed = of_part(model_state, part, key)
+        state = {name: tree for name, tree in new.items() if name != WRITTEN}
+        return state, (added, new.get(WRITTEN, {})), listed
+
     n = len(jax.tree.leaves(parts)[0])
     zeros: PyTree = None
     if not jax.config.jax_disable_jit:  # There the scan is a loop of Python: nothing is traced.
         first = jax.tree.map(lambda x: x[0], parts)
-        _, added, _ = jax.eval_shape(of_part, model_state, first, key)
+        _, added, _ = jax.eval_shape(of_one, model_state, first, key)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
 
     def add_part(carry: PyTree, numbered: tuple[jax.Array, Batch]) -> PyTree:
         (model_state, total), (number, part) = carry, numbered
-        model_state, new, listed = of_part(model_state, part, jax.random.fold_in(key, number))
+        model_state, new, listed = of_one(model_state, part, jax.random.fold_in(key, number))
         total = new if total is None else jax.tree.map(jnp.add, total, new)
         return (model_state, total), listed
 
     start = (model_state, zeros)
-    (model_state, total), listed = jax.lax.scan(add_part, start, (jnp.arange(n), parts))
+    (model_state, found), listed = jax.lax.scan(add_part, start, (jnp.arange(n), parts))
+    total, written = found
+    if written:
+        written = jax.tree.map(lambda x: (x / n).astype(x.dtype), written)
+        model_state = {**model_state, WRITTEN: written}
     return model_state, total, listed
 
 

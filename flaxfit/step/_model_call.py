@@ -8,8 +8,11 @@ from flax.core import DenyList
 from redex.util import expand_to_tuple
 
 from flaxfit.data._batch import Batch, call
+from flaxfit.modules._functions import WRITTEN
+from flaxfit.optim._freeze import carry_over
 from flaxfit.task._precision import in_float32, in_precision, like
 from flaxfit.task._task import TrainTask
+from flaxfit.tree._paths import flat, match
 from flaxfit.tree._types import Function, Params, PyTree, Rngs
 
 
@@ -17,14 +20,18 @@ def apply_model(
     task: TrainTask, params: Params, model_state: PyTree, batch: Batch, rngs: Rngs
 ) -> tuple[PyTree, Mapping[str, PyTree]]:
     """The outputs of the model in training, and the collections that it updates."""
+    collections = {name: tree for name, tree in model_state.items() if name != WRITTEN}
+    params = carry_over(model_state.get(WRITTEN, {}), params)
     result = call(
         in_precision(task.apply, task.precision),
-        {"params": params, **model_state},
+        {"params": params, **collections},
         batch.inputs,
         rngs=rngs,
         mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
     )
-    return with_updates(result)
+    outputs, updates = with_updates(result)
+    _check_written(task, updates.get(WRITTEN, {}))
+    return outputs, updates
 
 
 def with_updates(result: PyTree) -> tuple[PyTree, Mapping[str, PyTree]]:
@@ -63,8 +70,10 @@ def sum_of_penalties(penalty: PyTree, updates: Mapping[str, PyTree]) -> PyTree:
 
 
 def updated_state(model_state: PyTree, updates: Mapping[str, PyTree]) -> PyTree:
-    """The collections of a model state, as a model has updated them."""
-    return {name: _updated(name, updates.get(name, old), old) for name, old in model_state.items()}
+    """The collections of a model state, and the parameters that were written, after a call."""
+    written = {**model_state.get(WRITTEN, {}), **updates.get(WRITTEN, {})}
+    state = {name: _updated(name, updates.get(name, old), old) for name, old in model_state.items()}
+    return state | ({WRITTEN: written} if written else {})
 
 
 def not_added(names: Iterable[str], model_state: Mapping[str, PyTree]) -> dict[str, tuple[()]]:
@@ -79,11 +88,38 @@ def _updated(name: str, new: PyTree, old: PyTree) -> PyTree:
             f"`sow` has left there. If it holds terms of the loss, Model(..., losses=[{name!r}]) "
             "adds them, as it does those in 'losses'; else sow into 'intermediates'."
         )
+    new = jax.tree.map(jnp.asarray, new)
+    before = flat(old)
+    for path, leaf in flat(new).items():
+        was = before[path]
+        is_rounded = jnp.issubdtype(leaf.dtype, jnp.inexact) > jnp.issubdtype(
+            was.dtype, jnp.inexact
+        )
+        if leaf.shape != was.shape or is_rounded:
+            raise ValueError(
+                f"The model changes the state {name}/{path} from {was.dtype}{list(was.shape)} to "
+                f"{leaf.dtype}{list(leaf.shape)}, and a step must keep shapes, and floats where "
+                "they are: create it in the final shape and type."
+            )
     return like(new, old)
+
+
+def _check_written(task: TrainTask, written: Params) -> None:
+    """Checks that the parameters that a call has written are frozen, and not of 16 bits."""
+    frozen = [(pattern, True) for pattern in task.freeze]
+    refused, why = [path for path in written if not match(frozen, path)], "are trained"
+    if not refused and task.precision not in (None, "float32"):
+        refused, why = [*written], f"precision={task.precision!r} rounds to 16 bits in each step"
+    if refused:
+        raise ValueError(
+            f"The call of the model writes {', '.join(refused[:5])}, which {why}, so that what it "
+            "writes would be lost. Keep it in an nnx.Variable of another type than nnx.Param, "
+            "name frozen parameters in freeze=, or write the step with nnx_step."
+        )
 
 
 def _may_be_loss(collection: str, model_state: Mapping[str, PyTree]) -> bool:
     """Whether a collection that is not "losses" is dropped, or is a loss by its name."""
-    if collection in ("params", "losses", "intermediates"):
+    if collection in ("params", "losses", "intermediates", WRITTEN):
         return False
     return collection not in model_state or "loss" in collection.lower()

@@ -142,7 +142,7 @@ def _flat(kind: _Kind) -> Function:
         leaves = [next(left) if other is None else other for other in kind.others]
         inputs, named = jax.tree.unflatten(kind.structure, leaves)
         result = kind.function(*inputs, **named)
-        return jax.tree.map(lambda x: x if isinstance(x, Tracer) else _Other(x), result)
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else _Other(x), result)
 
     return flat
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from flaxfit.data._batch import Batch, checked_batch
+from flaxfit.modules._functions import WRITTEN
 from flaxfit.optim._arguments import with_arguments
 from flaxfit.optim._demands import arguments_of
-from flaxfit.optim._freeze import mask, merge
+from flaxfit.optim._freeze import carry_over, mask, merge
 from flaxfit.optim._spikes import Recent, stands_out
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._compare import ForwardPass
@@ -78,7 +79,8 @@ def make_train_step(
         found = whole.gradient(state, weights)
         grads = replicas.mean(found.grads)
         sums = replicas.sum(found.sums)
-        model_state = replicas.average_state(found.model_state)
+        model_state = dict(replicas.average_state(found.model_state))
+        written = model_state.pop(WRITTEN, {})
         penalty = whole.mean(found.penalty)
         value = mean_of_sums(sums["loss"], penalty)
 
@@ -90,7 +92,7 @@ def make_train_step(
         passed = {name: passed[name] for name in taken}
         with _demands_explained(taken):
             updated = trained.apply_gradient(optimizer, changed, model_state=model_state, **passed)
-        updated = updated.replace(params=merge(updated.params, state.params))
+        updated = updated.replace(params=carry_over(written, merge(updated.params, state.params)))
         unchanged = state.replace(step=updated.step)
         kept: dict[str, PyTree] = {}  # What advances in a skipped step, too.
         if found.scale != ():

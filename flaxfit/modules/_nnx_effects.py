@@ -1,0 +1,213 @@
+"""What a call of an NNX module leaves in it: parameters that it wrote, and other attributes.
+
+This imports NNX, so it is imported only where a model is an NNX module.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from flaxfit.modules import _nnx_state as states
+from flaxfit.tree._paths import flat
+from flaxfit.tree._types import Function, PyTree
+
+_ABSENT = object()
+_OF_NNX = ("_pytree__nodes", "_pytree__state")
+
+
+def check_outputs(outputs: PyTree) -> None:
+    """Checks that a call returned no module."""
+
+    def is_module(x: object) -> bool:
+        return isinstance(x, nnx.Module)
+
+    for each in jax.tree.leaves(outputs, is_leaf=is_module):
+        if is_module(each):
+            raise TypeError(
+                f"The call returned a module, {type(each).__name__}: return only the outputs. What "
+                "the call changes in its module is kept."
+            )
+
+
+def facts_of(module: nnx.Module) -> dict[str, Any]:
+    """The types of the parts of a module, and its other attributes, by name."""
+    facts: dict[str, Any] = {}
+    left, seen = [("self", module)], set[int]()
+    while left:
+        name, part = left.pop()
+        kind = type(part)
+        facts[name] = part if (divide := _divider(kind)) is None else kind
+        if divide is not None and id(part) not in seen:
+            seen.add(id(part))
+            left += [(f"{name}.{key}", x) for key, x in divide(part) if key not in _OF_NNX]
+    return facts
+
+
+@functools.cache
+def _divider(kind: type) -> Function | None:
+    """What divides an object of a type into its parts by name; None for other attributes.
+
+    Cached, since NNX computes `issubclass` in Python. `nnx.iter_graph` takes 30 times as long.
+    """
+    if issubclass(kind, nnx.Variable | jax.Array | np.ndarray):
+        return lambda part: ()
+    if issubclass(kind, nnx.Pytree):
+        return lambda part: vars(part).items()
+    if issubclass(kind, list | tuple):
+        return enumerate
+    return (lambda part: part.items()) if issubclass(kind, Mapping) else None
+
+
+def check_repeats(
+    before: Mapping[str, Any],
+    module: nnx.Module,
+    fresh: Callable[[], nnx.Module],
+    run: Function,
+    losses: Sequence[str] = (),
+) -> None:
+    """Checks that a second call of a module would compute what the first one did.
+
+    Each step repeats the program of the first call, of a `fresh` module, whose facts are `before`.
+    Attributes that calls set and do not read, such as the number of calls, do no harm.
+    """
+    after = facts_of(module)
+    changes = {
+        name: (old, new)
+        for name in {**before, **after}
+        if not _are_equal(old := before.get(name, _ABSENT), new := after.get(name, _ABSENT))
+        and not (_is_a(new, nnx.Variable) and states.is_transient(new, losses))
+    }
+    created = [n for n, (old, new) in changes.items() if old is _ABSENT and _is_a(new, nnx.Param)]
+    is_replaced = any(_is_a(old, nnx.Variable) for old, _ in changes.values())
+    called = f"The call of {type(module).__name__}"
+    if created:
+        raise ValueError(
+            f"{called} creates the parameters {', '.join(created[:5])}, which no optimizer would "
+            "train: create them in __init__, or call the module once before you pass it."
+        )
+    if is_replaced or (changes and not _computes_the_same(module, fresh, run, losses)):
+        said = (_in_words(name, old, new) for name, (old, new) in [*changes.items()][:5])
+        raise ValueError(
+            f"{called} {', '.join(said)}, which its next call would see, but every step repeats "
+            "the first call. Keep what changes in an nnx.Variable that __init__ creates, and use "
+            "jnp.where instead of `if`. If only the first call differs, call the module once "
+            "before you pass it."
+        )
+
+
+def written(
+    module: nnx.Module, before: PyTree, after: PyTree, fresh: Function, run: Function
+) -> dict[str, jax.Array]:
+    """The parameters that a call has written, by path, where `fresh(params)` makes the module.
+
+    `nnx.SpectralNorm` and `nnx.WeightNorm` write what they compute of a layer's parameters; these
+    are trained as in Linen, where they stay.
+    """
+    given, new = flat(before), flat(after)
+    places = [path for path, leaf in given.items() if new.get(path, leaf) is not leaf]
+    wrappers = tuple(
+        "/".join((*map(str, path), ""))
+        for path, part in (nnx.iter_modules(module) if places else ())
+        if isinstance(part, nnx.SpectralNorm | nnx.WeightNorm)
+    )
+    places = [path for path in places if not path.startswith(wrappers)]
+    if not places:
+        return {}
+
+    def results(*values: jax.Array) -> list[jax.Array]:
+        leaves = given | dict(zip(places, values, strict=True))
+        run(one := fresh(jax.tree.unflatten(jax.tree.structure(before), [*leaves.values()])))
+        found = flat(states.variables_of(one)["params"])
+        return [found[path] for path in places]
+
+    # `nnx.remat` and `nnx.jit` return parameters that they leave alone as new arrays, too.
+    with jax.disable_jit(disable=False):
+        program = jax.make_jaxpr(results)(*(given[path] for path in places)).jaxpr
+    sources = _sources(program, places)
+    return {p: new[p] for p, source in zip(places, sources, strict=True) if source != p}
+
+
+def _sources(program: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """Which of the named inputs each result of a jaxpr is; None if it is computed."""
+    known = dict(zip(program.invars, inputs, strict=True))
+
+    def source(variable: Any) -> Any:
+        return None if isinstance(variable, Literal) else known.get(variable)
+
+    for equation in program.eqns:
+        found = _sources_of(equation, [*map(source, equation.invars)])
+        known.update(zip(equation.outvars, found, strict=True))
+    return [*map(source, program.outvars)]
+
+
+def _sources_of(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """As `_sources`, of a call, a scan or branches."""
+    parts = jax.tree.leaves([*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
+    bodies = [getattr(part, "jaxpr", part) for part in parts if hasattr(part, "eqns")]
+    inputs = inputs[equation.primitive.name == "cond" :]
+    if not bodies or any(len(body.invars) != len(inputs) for body in bodies):
+        return [None] * len(equation.outvars)
+    start, n = (equation.params.get(name, 0) for name in ("num_consts", "num_carry"))
+    while True:  # What a scan carries is known where a pass leaves it alone.
+        passes = [_sources(body, inputs) for body in bodies]
+        found = [xs[0] if len({*xs}) == 1 else None for xs in zip(*passes, strict=True)]
+        carried = [a if a == b else None for a, b in zip(inputs[start:], found[:n], strict=False)]
+        if inputs[start : start + n] == carried:
+            return found
+        inputs = [*inputs[:start], *carried, *inputs[start + n :]]
+
+
+def _computes_the_same(
+    module: nnx.Module, fresh: Callable[[], nnx.Module], run: Function, losses: Sequence[str]
+) -> bool:
+    """Whether a call of the changed module is the same program as one of the fresh module."""
+    given = dict(nnx.to_flat_state(nnx.state(fresh())))
+    kept = [*flat(states.persistent(states.variables_of(fresh(), losses)))]
+
+    def program(make: Callable[[], nnx.Module]) -> Any:
+        def results() -> list[PyTree]:
+            outputs = run(one := make())
+            variables = states.variables_of(one, losses)
+            values = flat(variables)
+            left = outputs, variables.get("losses"), [values[path] for path in kept]
+            return jax.tree.leaves(left)
+
+        return jax.make_jaxpr(results)()
+
+    try:
+        states.mark_arrays(module)
+        nnx.pop(module, lambda path, x: path not in given and states.is_transient(type(x), losses))
+        graph, state = nnx.split(module)
+        leaves = [(path, given.get(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
+        one = program(fresh)
+        two = program(lambda: nnx.merge(graph, nnx.from_flat_state(leaves), copy=True))
+    except Exception:  # The second call may also fail, as on a condition on an array of the first.
+        return False
+    is_same = str(one.jaxpr) == str(two.jaxpr) and len(one.consts) == len(two.consts)
+    return is_same and all(map(_are_equal, one.consts, two.consts))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other) or isinstance(one, Tracer):
+        return one is other
+    try:
+        return bool(np.all(one == other))
+    except Exception:  # Objects that do not compare.
+        return False
+
+
+def _is_a(fact: Any, kind: type) -> bool:
+    return isinstance(fact, type) and issubclass(fact, kind)
+
+
+def _in_words(name: str, old: Any, new: Any) -> str:
+    if new is _ABSENT:
+        return f"removes {name}"
+    value = new.__name__ if isinstance(new, type) else f"{new!r:.60}"
+    return f"{'creates' if old is _ABSENT else 'sets'} {name} ({value})"
