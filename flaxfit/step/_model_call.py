@@ -8,6 +8,7 @@ from flax.core import DenyList
 from redex.util import expand_to_tuple
 
 from flaxfit.data._batch import Batch, call
+from flaxfit.task._output_metrics import with_names
 from flaxfit.task._precision import in_float32, in_precision, like
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._types import Function, Params, PyTree, Rngs
@@ -24,7 +25,8 @@ def apply_model(
         rngs=rngs,
         mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
     )
-    return with_updates(result)
+    outputs, updates = with_updates(result)
+    return with_names(task, outputs), updates
 
 
 def with_updates(result: PyTree) -> tuple[PyTree, Mapping[str, PyTree]]:

@@ -255,6 +255,11 @@ class EvalTask:
         return describe(self)
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the outputs, as those of a `TrainTask`."""
+        return _outputs_of(self.loss)
+
+    @property
     def keeps_whole(self) -> bool:
         """Whether a batch is not padded, and so may be any pytree."""
         return not self.pad
