@@ -9,6 +9,7 @@ import optax
 from flax import struct
 
 from flaxfit.optim._demands import not_taken
+from flaxfit.optim._extended import first_state
 from flaxfit.optim._hyperparams import group_named
 from flaxfit.state import _logical_axes
 from flaxfit.state._inference_state import InferenceState, State
@@ -103,12 +104,15 @@ class TrainState(State, repr=False):
             )
         if group is not None:
             hyperparams["group"] = group_named(self.opt_state, group)
+        model_state = self.model_state if model_state is None else model_state
+        if getattr(self.opt_state, "statistics", ()):  # The optimizer averages them.
+            hyperparams["model_state"] = model_state
         updates, opt_state = optimizer.update(grads, self.opt_state, self.params, **hyperparams)
         return self.replace(
             step=self.step + 1,
             params=optax.apply_updates(self.params, updates),
             opt_state=opt_state,
-            model_state=self.model_state if model_state is None else model_state,
+            model_state=model_state,
         )
 
     @property
@@ -122,7 +126,7 @@ class TrainState(State, repr=False):
         >>> state.replace_optimizer(optax.trace(0.9)).opt_state
         TraceState(trace=Array([0., 0.], dtype=float32))
         """
-        return with_opt_state(self, optimizer.init(self.params))
+        return with_opt_state(self, first_state(optimizer, self.params, self.model_state))
 
     def for_inference(self) -> InferenceState:
         """Returns the part that evaluation, prediction and export need.
@@ -160,7 +164,7 @@ def at_start(
 ) -> TrainState:
     """Makes a state at step 0, of variables that may lack parameters."""
     fields, axes = _logical_axes.take_apart(variables)
-    opt_state = optimizer.init(fields["params"])
+    opt_state = first_state(optimizer, **fields)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         opt_state=opt_state,

@@ -8,8 +8,9 @@ from flax.core import DenyList
 from redex.util import expand_to_tuple
 
 from flaxfit.data._batch import Batch, call
+from flaxfit.optim._averaged import like
 from flaxfit.task._output_metrics import with_names
-from flaxfit.task._precision import in_float32, in_precision, like
+from flaxfit.task._precision import in_float32, in_precision
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._types import Function, Params, PyTree, Rngs
 
