@@ -36,6 +36,13 @@ class LossByOutput:
     names: tuple[str, ...]
     """All outputs, in order: those with a loss, and those that are named without one."""
 
+    def __post_init__(self) -> None:
+        if taken := [name for name in self.names if f"{name}_".startswith("val_")]:
+            raise ValueError(
+                f"An output cannot be called {taken[0]!r}: {taken[0]}_loss, its loss in training, "
+                "would pass for one of validation. Give it another name in the model."
+            )
+
     def __call__(self, *outputs_and_targets: PyTree) -> Any:
         """The weighted sum over the outputs, without the weights of the examples."""
         found = {name: self.of(name, *outputs_and_targets) for name in self.losses}

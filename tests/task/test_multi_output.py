@@ -456,6 +456,8 @@ def test_one_loss_has_one_weight(weights):
         (["mse", "mae"], [1.0], "2 losses, but 1 loss_weights"),
         ({"a": "mes"}, None, "Did you mean mse"),
         ({}, None, "There is no loss"),
+        ({"val": "mse", "b": "mse"}, None, "cannot be called 'val': val_loss, its loss in train"),
+        ({"b": "mse", "val_b": "mse"}, None, "cannot be called 'val_b'"),
     ],
     ids=[
         "two weights",
@@ -466,11 +468,17 @@ def test_one_loss_has_one_weight(weights):
         "too few weights",
         "unknown loss",
         "none",
+        "validation",
+        "validation of another",
     ],
 )
 def test_losses_and_weights_that_do_not_fit_are_refused(loss, weights, message):
     with pytest.raises(ValueError, match=message):
         as_loss(loss, weights)
+
+
+def test_an_output_may_be_called_value():
+    assert as_loss({"value": "mse"}).names == ("value",)
 
 
 ONE = np.ones((4, 2), "f4")
