@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._stopping import EarlyStopping
 from flaxfit.display import say
-from flaxfit.optim._averaged import has_average
+from flaxfit.optim._averaged import has_average, wide
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._functions import owner_of
 from flaxfit.tree._types import ArrayLike, Json, PyTree
@@ -81,7 +81,7 @@ class AverageWeights:
         if self._n_seen > self._start_from - first_epoch:
             self.n_averaged += 1
             weights = {name: getattr(checkpoint.state, name) for name in _WEIGHTS}
-            mean = self._mean or jax.tree.map(_wide, weights)
+            mean = self._mean or jax.tree.map(wide, weights)
             self._mean = _moved(mean, weights, self.n_averaged)
         return checkpoint
 
@@ -106,13 +106,6 @@ class AverageWeights:
         self.n_averaged, self._n_seen = state["n_averaged"], state["n_seen"]
         self._mean = {name: state[name] for name in _WEIGHTS if name in state}
         self._is_due = True
-
-
-def _wide(x: ArrayLike) -> jax.Array:
-    """A copy, in float32 if it is narrower."""
-    x = jnp.copy(x)
-    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return x.astype(jnp.float32) if is_narrow else x
 
 
 @jax.jit

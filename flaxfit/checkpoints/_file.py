@@ -106,6 +106,8 @@ def read(
         if own_path(name) not in arrays:
             raise Damaged(f"it does not hold {name}")
         arrays[name] = arrays[own_path(name)].copy()
+    for name in filter(_is_average, templates.keys() & arrays.keys()):
+        arrays[name] = arrays[name].astype(templates[name].dtype)
     if partial is None and (changed := changes(record)):
         say(
             f"a run resumed from {path} may not continue bit for bit; since it was saved, this has "
@@ -166,6 +168,12 @@ def _wanted(
         taken = choose(found, templates, partial, path, path_in_state)
         return {name: found[name] for name in taken}, templates
     here = {name: describe(leaf) for name, leaf in templates.items()}
+    # Old files keep the average of parameters in their dtype, and none of the statistics.
+    for name in filter(_is_average, here):
+        if name not in found and own_path(name) in found:
+            found[name] = {**found[own_path(name)], "is_own": True}
+        if name in found and found[name]["dtype"] in ("bfloat16", "float16"):
+            here[name]["dtype"] = found[name]["dtype"]
     if isinstance(template, TrainState):
         # Arrays of callbacks are placed like the state's own of the same path. Their dtypes are the
         # callback's choice, such as a mean in float32 of weights in bfloat16.
@@ -194,6 +202,10 @@ def _plain_state(arrays: Mapping[str, Array], described: Mapping[str, Descriptio
     known = {field.name for field in dataclasses.fields(TrainState)}
     state = TrainState(**{name: value for name, value in fields.items() if name in known})
     return state.replace(axes=FrozenDict(axes) or None)
+
+
+def _is_average(name: str) -> bool:
+    return name.startswith(("opt_state/average/", "opt_state/statistics/"))
 
 
 def _below(place: str, named: Mapping[str, Value]) -> dict[str, Value]:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from flaxfit.modules._switch import as_init
-from flaxfit.optim._extended import wrap_state
+from flaxfit.optim._extended import first_state, wrap_state
 from flaxfit.optim._plain_rate import live_rate, matched
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._template import TemplateOf
@@ -213,8 +213,9 @@ def _read(leaf: ArrayLike) -> ArrayLike:
 def _with_options(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
     """Adds what the options of the task keep beside the optimizer's own state, and checks both."""
     optimizer, opt_state = matched(optimizer, state.opt_state)
-    opt_state = wrap_state(opt_state, optimizer, state.params)
-    own = {path: x.shape for path, x in flat(jax.eval_shape(optimizer.init, state.params)).items()}
+    opt_state = wrap_state(opt_state, optimizer, state.params, state.model_state)
+    shapes = jax.eval_shape(lambda: first_state(optimizer, state.params, state.model_state))
+    own = {path: x.shape for path, x in flat(shapes).items()}
     given = {path: jnp.shape(x) for path, x in flat(opt_state).items()}
     if own != given:
         differ = [path for path in {**own, **given} if own.get(path) != given.get(path)]

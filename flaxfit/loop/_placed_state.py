@@ -97,6 +97,6 @@ class PlacedState:
         Returns the parameters that were unfrozen later, now or before.
         """
         state = self._strategy.collect(self.value)
-        opt_state, late = carry_state(state.opt_state, optimizer, state.params)
+        opt_state, late = carry_state(state.opt_state, optimizer, state.params, state.model_state)
         self.hold(self._strategy.place(with_opt_state(state, opt_state)))
         return late

@@ -216,7 +216,7 @@ def _ignoring(metric: Metric, label: int) -> Metric:
     if metric.max_rows is not None:
         raise TypeError(
             f"The metric {metric.name!r} has no option ignore_label: leave such targets out in the "
-            "function that it calls."
+            "function that it calls, or give them the weight 0."
         )
 
     def measure(*arguments: ArrayLike, weights: Array | None = None) -> Sums:

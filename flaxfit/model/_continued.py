@@ -1,6 +1,7 @@
 """What a run continues from: the state of a checkpoint, or that of another optimizer."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import optax
 
 from flaxfit import checkpoints
 from flaxfit.display import say
-from flaxfit.optim._extended import continued_state
+from flaxfit.optim._extended import continued_state, first_state
 from flaxfit.optim._generations import Late, to_json
 from flaxfit.optim._plain_rate import live_rate, matched
 from flaxfit.state._train_state import TrainState, with_opt_state
@@ -127,7 +128,7 @@ def continued(
     if task.step is None:  # The rate of a plain optimizer may have been moved into the state.
         optimizer, _ = matched(optimizer, state.opt_state)
     opt_state, is_kept, late = continued_state(
-        state.opt_state, optimizer, state.params, is_same=is_same
+        state.opt_state, optimizer, state.params, state.model_state, is_same=is_same
     )
     if int(state.step) and not quiet:
         kept = "the weights and the optimizer state are kept"
@@ -149,4 +150,7 @@ def _place_in_schedule(opt_state: PyTree) -> int:
 
 
 def _for_optimizer(state: TrainState, optimizer: Any) -> TrainState:
-    return with_opt_state(state, jax.eval_shape(optimizer.init, state.params))
+    return with_opt_state(
+        state,
+        jax.eval_shape(functools.partial(first_state, optimizer), state.params, state.model_state),
+    )

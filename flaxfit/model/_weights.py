@@ -13,7 +13,7 @@ from flax.core import meta
 
 from flaxfit import checkpoints
 from flaxfit.checkpoints._tree import is_key
-from flaxfit.optim._averaged import eval_params
+from flaxfit.optim._averaged import averaged, has_average
 from flaxfit.optim._freeze import check_matches, merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._paths import flat, path_of
@@ -129,7 +129,7 @@ def open_weights(
 def _of_run(folder: str | os.PathLike[str]) -> dict[str, ArrayLike]:
     """Returns the weights in the newest checkpoint of a run, as `save_weights` would save them."""
     state = checkpoints.restore(folder)
-    variables = state.replace(params=eval_params(state)).variables
+    variables = (averaged(state) if has_average(state) else state).variables
     return {name: leaf for name, leaf in flat(variables).items() if not is_key(leaf)}
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from flaxfit.optim._freeze import carry_over
@@ -17,8 +18,9 @@ _FIELDS = {*optax.contrib.ScheduleFreeState._fields} - {"base_optimizer_state"}
 def averaged(state: PyTree) -> PyTree:
     """Replaces the trained parameters by their average, which is the one to evaluate.
 
-    It is the moving average of `ema=`, or `optax.contrib.schedule_free_eval_params` of an optimizer
-    of that family, which may be nested in chains, groups and wrappers.
+    It is the moving average of `ema=`, with that of the collection "batch_stats", or
+    `optax.contrib.schedule_free_eval_params` of an optimizer of that family, which may be nested in
+    chains, groups and wrappers.
 
     >>> import jax.numpy as jnp, optax
     >>> from flaxfit import TrainState
@@ -50,9 +52,10 @@ def eval_params(state: PyTree) -> Params:
 
 
 def swap_ema(state: PyTree) -> PyTree:
-    """Exchanges the parameters of a state and their moving average.
+    """Exchanges the parameters of a state and their moving average; so also batch statistics.
 
-    Swapping again restores the state. Frozen parameters have no average and stay.
+    Swapping again restores the state, up to the rounding of parameters in 16 bits. Frozen
+    parameters have no average and stay.
 
     >>> from flaxfit import TrainState
     >>> from flaxfit.optim._extended import ExtendedState
@@ -64,8 +67,7 @@ def swap_ema(state: PyTree) -> PyTree:
       ValueError: the state holds no average.
     """
     kept = state.opt_state
-    average = _ema(kept)
-    if not jax.tree.leaves(average):
+    if not jax.tree.leaves(_field(kept, "average")):
         if schedule_free_states(kept):
             raise ValueError(
                 "A schedule-free optimizer keeps no average to swap, but computes it: use "
@@ -76,10 +78,13 @@ def swap_ema(state: PyTree) -> PyTree:
             "TrainTask(..., ema=0.999) or Model(..., ema=0.999)."
         )
     # By path: a state that was restored without a target holds plain containers.
-    swapped = carry_over(state.params, average)
-    is_plain = isinstance(kept, dict)
-    changed = {**kept, "average": swapped} if is_plain else kept._replace(average=swapped)
-    return state.replace(params=carry_over(average, state.params), opt_state=changed)
+    statistics = _field(kept, "statistics")
+    average = {"params": _field(kept, "average"), **(statistics or {})}
+    own = {"params": state.params, "model_state": state.model_state}
+    swapped = like(carry_over(own, average), average)
+    changed = {"average": swapped.pop("params"), "statistics": swapped or ()}
+    changed = {**kept, **changed} if isinstance(kept, dict) else kept._replace(**changed)
+    return state.replace(**like(carry_over(average, own), own), opt_state=changed)
 
 
 def with_average_of(state: PyTree, earlier: Mapping[str, PyTree]) -> PyTree | None:
@@ -91,16 +96,36 @@ def with_average_of(state: PyTree, earlier: Mapping[str, PyTree]) -> PyTree | No
     state = state.replace(params=params)
     if has_ema(state):
         # What was frozen then is its own average.
-        average = carry_over(_ema(opt_state), carry_over(params, _ema(state.opt_state)))
-        return state.replace(opt_state=state.opt_state._replace(average=average))
+        own = _field(state.opt_state, "average")
+        average = like(carry_over(_field(opt_state, "average"), carry_over(params, own)), own)
+        statistics = _field(state.opt_state, "statistics")
+        statistics = carry_over(_field(opt_state, "statistics"), statistics)
+        changed = state.opt_state._replace(average=average, statistics=statistics)
+        return state.replace(opt_state=changed)
     if flat(opt_state).keys() != flat(state.opt_state).keys():
         return None
     return state.replace(opt_state=carry_over(opt_state, state.opt_state))
 
 
+def wide(x: ArrayLike) -> jax.Array:
+    """A copy, in float32 if it is narrower: a donated state must not hold one buffer twice."""
+    x = jnp.copy(x)
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if is_narrow else x
+
+
+def like(new: PyTree, old: PyTree) -> PyTree:
+    """Casts the leaves of `new` to the dtypes of `old`."""
+    return jax.tree.map(lambda a, b: a if _dtype(a) == _dtype(b) else a.astype(b.dtype), new, old)
+
+
+def _dtype(x: ArrayLike) -> np.dtype:
+    return x.dtype if hasattr(x, "dtype") else np.dtype(type(x))
+
+
 def has_ema(state: PyTree) -> bool:
     """Whether a state holds a moving average of its parameters."""
-    return bool(jax.tree.leaves(_ema(state.opt_state)))
+    return bool(jax.tree.leaves(_field(state.opt_state, "average")))
 
 
 def has_average(state: PyTree) -> bool:
@@ -116,9 +141,9 @@ def schedule_free_states(opt_state: OptState) -> list[PyTree]:
     return [node for node in nodes if _is_schedule_free(node)]
 
 
-def _ema(opt_state: OptState) -> Params:
+def _field(opt_state: OptState, name: str) -> PyTree:
     is_plain = isinstance(opt_state, dict)
-    return opt_state.get("average", ()) if is_plain else getattr(opt_state, "average", ())
+    return opt_state.get(name, ()) if is_plain else getattr(opt_state, name, ())
 
 
 def _is_schedule_free(node: PyTree) -> bool:

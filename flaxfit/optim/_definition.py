@@ -44,7 +44,7 @@ class OptimizerDef(Adjustable):
       static: names of arguments that the factory receives unchanged, such as values that it needs
         as Python numbers, and functions that are not schedules.
       **hyperparams: arguments of the factory; the numbers and the schedules among them become
-        hyperparameters.
+        hyperparameters. `learning_rate=None`: each update is given its rate.
 
     Raises:
       TypeError: the factory does not take these arguments.
@@ -78,13 +78,17 @@ class OptimizerDef(Adjustable):
             for name, value in given.items()
             if name not in fixed and _is_live(value)
         }
+        if given.get("learning_rate", 0) is None and (is_own or _needs_rate(optax_factory)):
+            self._live["learning_rate"] = _NO_RATE
         others = {name: value for name, value in given.items() if name not in self._live}
         factory = self._per_parameter if is_own else optax_factory
 
         def make(**values: ArrayLike) -> optax.GradientTransformation:
             return factory(**others, **values)
 
-        self._make_unadjusted = tuple if is_own else functools.partial(optax_factory, **given)
+        self._make_unadjusted = (
+            tuple if is_own else functools.partial(optax_factory, **{**given, **self._live})
+        )
         # Optax injects the arguments that the signature names.
         names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._live]
         vars(make)["__signature__"] = inspect.Signature(names)
@@ -185,6 +189,12 @@ class OptimizerDef(Adjustable):
     ) -> tuple[PyTree, OptState]:
         self.check(extra)
         given = {**self._whole_set(hyper_params), **extra}
+        if self._live.get("learning_rate") is _NO_RATE and given.get("learning_rate") is None:
+            raise ValueError(
+                f"{self!r} was made with learning_rate=None, and an update was given no rate: call "
+                "apply_gradient(..., learning_rate=rate), or give a first rate, "
+                "OptimizerDef(..., learning_rate=1e-3), which set_hyperparams changes."
+            )
         own = {name: self._value(name, given[name], state) for name in self._live if name in given}
         begun = state._replace(count=0, hyperparams={**state.hyperparams, **own})
         with self._explained():
@@ -252,6 +262,14 @@ class OptimizerState(NamedTuple):
     step: ArrayLike
     param_states: PyTree
     """In each parameter's place, its state."""
+
+
+_NO_RATE = float("nan")
+
+
+def _needs_rate(factory: Function) -> bool:
+    """Whether None is no learning rate for a factory, as it is for `optax.adafactor`."""
+    return inspect.signature(factory).parameters["learning_rate"].default is not None
 
 
 def _by_name(hyper_params: PyTree) -> dict[str, PyTree]:

@@ -3,12 +3,14 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType
+from typing import Any
 
 import optax
 
 from flaxfit.optim._arguments import OPTAX_ARGUMENTS, named_arguments, takes_any
+from flaxfit.optim._optimizer import Adjustable
 from flaxfit.tree._types import Function, PyTree
 
 _BY_EXAMPLE = "a gradient per example (clip each by TrainTask(example_grads_hook=...), add noise "
@@ -65,10 +67,29 @@ def arguments_of(optimizer: object) -> frozenset[str]:
     """
     found = frozenset[str]()
     for function in _updates(optimizer):
-        is_known = (function.__module__ or "").split(".")[0] in ("optax", "flaxfit")
-        every = takes_any(function) and not is_known
+        every = takes_any(function) and not _is_known(function)
         found |= OPTAX_ARGUMENTS if every else named_arguments(function)
     return found
+
+
+def not_taken(optimizer: Any, names: Iterable[str]) -> list[str]:
+    """The names among these of which no update, as far as closures show, takes an argument."""
+    unknown = set(names) - OPTAX_ARGUMENTS
+    if not unknown or not isinstance(optimizer.update, FunctionType | MethodType):
+        return []
+    for part in [optimizer.update, *parts_of(optimizer)]:
+        if isinstance(part, Adjustable):  # It refuses unknown names.
+            return []
+        # Optax's functions pass arguments on; any other function may be an update.
+        if isinstance(part, FunctionType | MethodType) and not _is_known(part):
+            if takes_any(part):
+                return []
+            unknown -= inspect.signature(part).parameters.keys()
+    return sorted(unknown)
+
+
+def _is_known(function: Function) -> bool:
+    return (function.__module__ or "").split(".")[0] in ("optax", "flaxfit")
 
 
 def _required(function: Function) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from flaxfit.optim._arguments import of_selected, with_arguments
-from flaxfit.optim._averaged import schedule_free_states
+from flaxfit.optim._averaged import like, schedule_free_states, wide
 from flaxfit.optim._freeze import carry_over, check_patterns, mask, merge
 from flaxfit.optim._generations import Late, late_after, update_each
 from flaxfit.optim._hyperparams import with_hyperparams_of
@@ -30,6 +30,8 @@ class ExtendedState(NamedTuple):
     """The loss and the norm of the gradient in recent steps, for `skip_above`."""
     n_steps: ArrayLike | tuple[()] = ()
     """The number of steps, for `ema_overwrite_frequency`."""
+    statistics: PyTree = ()
+    """The moving average of batch statistics, `{"model_state": {"batch_stats": ...}}`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,17 +73,25 @@ class ExtendedOptimizer:
                 "averages the parameters itself. Leave ema out; flaxfit.optim.averaged(state) and "
                 "EvalLoop(task, ema=True) use its average, and a Model does so by itself."
             )
-        # A copy: a donated state must not hold one buffer twice.
-        average = () if self.ema is None else jax.tree.map(jnp.array, trained)
+        average = () if self.ema is None else jax.tree.map(wide, trained)
         scale = _new_scale() if self.scales_loss else ()
         recent = no_recent() if self.keeps_recent else ()
         n_steps = () if self.ema_overwrite_frequency is None else jnp.int32(0)
         return ExtendedState(inner, average, scale, recent, n_steps)
 
     def update(
-        self, updates: PyTree, state: PyTree, params: Params = None, **extra: PyTree
+        self,
+        updates: PyTree,
+        state: PyTree,
+        params: Params = None,
+        *,
+        model_state: PyTree = None,
+        **extra: PyTree,
     ) -> tuple[PyTree, OptState]:
-        """Takes one step; frozen parameters may be missing, and get updates of zero if not."""
+        """Takes one step; frozen parameters may be missing, and get updates of zero if not.
+
+        `model_state` is the new state of the model, where the optimizer averages its statistics.
+        """
         if self._is_bare:
             return update_each(self._inner.update, self.late, updates, state, params, **extra)
 
@@ -93,8 +103,13 @@ class ExtendedOptimizer:
         own, inner = update_each(update, self.late, grads, state.inner, trained, **extra)
         average, n_steps = state.average, state.n_steps
         if self.ema is not None:
-            moved = optax.apply_updates(trained, own)
+            # In bfloat16 the average would never move.
+            moved = like(optax.apply_updates(trained, own), average)
             average = optax.incremental_update(moved, average, 1 - self.ema)
+            if model_state is not None:
+                new = {"model_state": {"batch_stats": model_state["batch_stats"]}}
+                move = functools.partial(_moved, step_size=1 - self.ema)
+                state = state._replace(statistics=jax.tree.map(move, new, state.statistics))
         if self.ema_overwrite_frequency is not None:
             n_steps = n_steps + 1
             is_due = n_steps % self.ema_overwrite_frequency == 0
@@ -103,6 +118,28 @@ class ExtendedOptimizer:
             )
         zeros = jax.tree.map(jnp.zeros_like, params)
         return merge(own, zeros), state._replace(inner=inner, average=average, n_steps=n_steps)
+
+
+def _moved(new: jax.Array, old: jax.Array, step_size: float) -> Any:
+    """Moves an average; of counters, the last."""
+    is_averaged = jnp.issubdtype(old.dtype, jnp.inexact)
+    return optax.incremental_update(new.astype(old.dtype), old, step_size) if is_averaged else new
+
+
+def with_statistics(optimizer: Any, opt_state: PyTree, model_state: PyTree) -> OptState:
+    """Adds the statistics of batches to a moving average of parameters that lacks them."""
+    has_average = getattr(optimizer, "ema", None) is not None
+    found = model_state.get("batch_stats") if has_average else None
+    if not found or opt_state.statistics:
+        return opt_state
+    return opt_state._replace(
+        statistics={"model_state": {"batch_stats": jax.tree.map(wide, found)}}
+    )
+
+
+def first_state(optimizer: Any, params: Params, model_state: PyTree) -> OptState:
+    """The state before the first step, with all that the options of the optimizer average."""
+    return with_statistics(optimizer, optimizer.init(params), model_state)
 
 
 def extend(optimizer: Any, **options: Any) -> Any:
@@ -132,13 +169,13 @@ def _new_scale() -> PyTree:
 
 
 def carry_state(
-    old: OptState, optimizer: optax.GradientTransformation, params: Params
+    old: OptState, optimizer: optax.GradientTransformation, params: Params, model_state: PyTree
 ) -> tuple[OptState, Late]:
     """Initializes an optimizer and takes over what `old` holds, after a change of `freeze`.
 
     Also returns the parameters that were unfrozen later, now or before.
     """
-    new = optimizer.init(params)
+    new = first_state(optimizer, params, model_state)
     if isinstance(new, ExtendedState):
         kept = old if isinstance(old, ExtendedState) else ExtendedState(old)
     else:
@@ -148,7 +185,12 @@ def carry_state(
 
 
 def continued_state(
-    old: OptState, optimizer: optax.GradientTransformation, params: Params, *, is_same: bool
+    old: OptState,
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    model_state: PyTree,
+    *,
+    is_same: bool,
 ) -> tuple[OptState, bool, Late]:
     """Initializes an optimizer and takes over the parts of `old` that match its own state.
 
@@ -157,7 +199,7 @@ def continued_state(
     hyperparameters, and only parameters that were frozen start from scratch. Another optimizer
     keeps its own hyperparameters.
     """
-    new = optimizer.init(params)
+    new = first_state(optimizer, params, model_state)
     fields = new._asdict() if isinstance(new, ExtendedState) else {"inner": new}
     before = old if isinstance(old, ExtendedState) else ExtendedState(old)
     taken = {}
@@ -189,9 +231,13 @@ def _are_alike(some: PyTree, others: PyTree) -> bool:
     return jax.tree.structure(some) == jax.tree.structure(others) and shapes[0] == shapes[1]
 
 
-def wrap_state(opt_state: OptState, optimizer: object, params: Params) -> OptState:
+def wrap_state(
+    opt_state: OptState, optimizer: object, params: Params, model_state: PyTree
+) -> OptState:
     """Wraps the state of a user's optimizer for one with options; returns others unchanged."""
-    if isinstance(opt_state, ExtendedState) or not isinstance(optimizer, ExtendedOptimizer):
+    if isinstance(opt_state, ExtendedState):
+        return with_statistics(optimizer, opt_state, model_state)
+    if not isinstance(optimizer, ExtendedOptimizer):
         return opt_state
     if optimizer._is_bare:
         return opt_state
@@ -199,4 +245,4 @@ def wrap_state(opt_state: OptState, optimizer: object, params: Params) -> OptSta
     if jax.tree.structure(own) != jax.tree.structure(opt_state):
         return opt_state
     inner = opt_state if optimizer.clip_norm is None else (optax.EmptyState(), opt_state)
-    return carry_over(ExtendedState(inner), optimizer.init(params))
+    return carry_over(ExtendedState(inner), first_state(optimizer, params, model_state))

@@ -8,7 +8,9 @@ import numpy as np
 import optax
 from flax import struct
 
-from flaxfit.optim._hyperparams import check_known, describe, group_named, names_of
+from flaxfit.optim._demands import not_taken
+from flaxfit.optim._extended import first_state
+from flaxfit.optim._hyperparams import group_named
 from flaxfit.state import _logical_axes
 from flaxfit.state._inference_state import InferenceState, State
 from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
@@ -67,6 +69,7 @@ class TrainState(State, repr=False):
         grads: PyTree,
         *,
         model_state: PyTree = None,
+        flax_mutables: PyTree = None,
         group: str | int | None = None,
         **hyperparams: PyTree,
     ) -> "TrainState":
@@ -79,25 +82,37 @@ class TrainState(State, repr=False):
           optimizer: the Optax transformation that made `opt_state`.
           grads: gradients, shaped like `params`.
           model_state: the model's new state; None keeps the current one.
+          flax_mutables: the same, by its name in T5X.
           group: the name or the position of a group of a `MultiOptimizer`, to update it alone: the
             parameters and the optimizer states of the others stay.
           **hyperparams: passed on to `optimizer.update` (such as `value=loss`).
 
         Raises:
-          ValueError: a learning rate for an optimizer that keeps none in its state, or a group
-            that it does not have.
+          TypeError: both `model_state` and `flax_mutables` are given.
+          ValueError: an argument that the optimizer does not take, such as a learning rate if it
+            is not an `OptimizerDef`; or a group that it does not have.
         """
-        if "learning_rate" in hyperparams:
-            # Optax silently ignores what none of its transformations takes.
-            check_known(["learning_rate"], names_of(self.opt_state), describe(self.opt_state))
+        if flax_mutables is not None:
+            if model_state is not None:
+                raise TypeError("model_state and flax_mutables are the same: pass one of them.")
+            model_state = flax_mutables
+        if unknown := not_taken(optimizer, hyperparams):  # Optax would silently ignore them.
+            raise ValueError(
+                f"Cannot set {', '.join(unknown)}: no update of this optimizer takes such an "
+                "argument. Make an optimizer whose hyperparameters can be set with "
+                "flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3)."
+            )
         if group is not None:
             hyperparams["group"] = group_named(self.opt_state, group)
+        model_state = self.model_state if model_state is None else model_state
+        if getattr(self.opt_state, "statistics", ()):  # The optimizer averages them.
+            hyperparams["model_state"] = model_state
         updates, opt_state = optimizer.update(grads, self.opt_state, self.params, **hyperparams)
         return self.replace(
             step=self.step + 1,
             params=optax.apply_updates(self.params, updates),
             opt_state=opt_state,
-            model_state=self.model_state if model_state is None else model_state,
+            model_state=model_state,
         )
 
     @property
@@ -111,7 +126,7 @@ class TrainState(State, repr=False):
         >>> state.replace_optimizer(optax.trace(0.9)).opt_state
         TraceState(trace=Array([0., 0.], dtype=float32))
         """
-        return with_opt_state(self, optimizer.init(self.params))
+        return with_opt_state(self, first_state(optimizer, self.params, self.model_state))
 
     def for_inference(self) -> InferenceState:
         """Returns the part that evaluation, prediction and export need.
@@ -149,7 +164,7 @@ def at_start(
 ) -> TrainState:
     """Makes a state at step 0, of variables that may lack parameters."""
     fields, axes = _logical_axes.take_apart(variables)
-    opt_state = optimizer.init(fields["params"])
+    opt_state = first_state(optimizer, **fields)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         opt_state=opt_state,

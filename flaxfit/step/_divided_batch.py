@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.data._sample_weights import without_idle_targets
+from flaxfit.optim._averaged import like
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._compare import weight_sums
@@ -23,7 +24,6 @@ from flaxfit.step._gradient import (
 from flaxfit.step._random import step_key
 from flaxfit.step._replicas import AnyReplicas
 from flaxfit.step._whole_batch import weight_of_whole_loss, whole_batch_gradient
-from flaxfit.task._precision import like
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._types import ArrayLike, Params, PyTree
 

@@ -22,6 +22,7 @@ from flaxfit.step._objective import objective_measured, objective_pass
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas, Replicas
 from flaxfit.task._no_loss import as_all_loss, with_penalty
+from flaxfit.task._output_metrics import with_names
 from flaxfit.task._precision import in_precision
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import PyTree
@@ -88,10 +89,10 @@ def forward_eval(
     adds_losses = _adds_losses(task)
 
     def updated_by(batch: Batch) -> tuple[PyTree, Mapping[str, PyTree]]:
-        if not adds_losses:
-            return call(apply, state.variables, batch.inputs, **options), {}
-        found = call(apply, state.variables, batch.inputs, mutable=["losses"], **options)
-        return with_updates(found)
+        mutable = {"mutable": ["losses"]} if adds_losses else {}
+        found = call(apply, state.variables, batch.inputs, **mutable, **options)
+        outputs, updates = with_updates(found) if adds_losses else (found, {})
+        return with_names(task, outputs), updates
 
     outputs, updates = updated_by(batch)
     result = compare(

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.modules._functions import WRITTEN
+from flaxfit.optim._averaged import like
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._compare import ForwardPass, weight_sums, weights_of
 from flaxfit.step._forward import forward
 from flaxfit.step._replicas import AnyReplicas
-from flaxfit.task._precision import like
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Function, Params, PyTree, Sums

@@ -9,8 +9,10 @@ from redex.util import expand_to_tuple
 
 from flaxfit.data._batch import Batch, call
 from flaxfit.modules._functions import WRITTEN
+from flaxfit.optim._averaged import like
 from flaxfit.optim._freeze import carry_over
-from flaxfit.task._precision import in_float32, in_precision, like
+from flaxfit.task._output_metrics import with_names
+from flaxfit.task._precision import in_float32, in_precision
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat, match
 from flaxfit.tree._types import Function, Params, PyTree, Rngs
@@ -31,7 +33,7 @@ def apply_model(
     )
     outputs, updates = with_updates(result)
     _check_written(task, updates.get(WRITTEN, {}))
-    return outputs, updates
+    return with_names(task, outputs), updates
 
 
 def with_updates(result: PyTree) -> tuple[PyTree, Mapping[str, PyTree]]:

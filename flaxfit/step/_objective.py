@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from flaxfit.data._batch import Batch, call, n_examples
+from flaxfit.optim._averaged import like
 from flaxfit.optim._freeze import merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._batch_loss import LossResult
@@ -126,7 +127,7 @@ def objective_pass(
         return in_float32(outputs), updates, updated_state(model_state, updates)
 
     params, model_state = state.params, state.model_state
-    average = merge(state.opt_state.average, params) if takes_ema(task) else params
+    average = like(merge(state.opt_state.average, params), params) if takes_ema(task) else params
     keys = functools.partial(_rngs_of_call, task.rngs, key)
     calls = Calls(run, (params, average), model_state, keys)
     result = _objective_sums(task, calls, batch, rngs_of(task.rngs, key))

@@ -1,7 +1,8 @@
 """Losses and weights of a model with several outputs, by the names of the outputs."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flaxfit.data._batch import Batch
 from flaxfit.data._sample_weights import of_output, without_idle_rows
 from flaxfit.losses._checks import in_range
 from flaxfit.task._label_counts import count_labels, valid_weights
+from flaxfit.tree._dtypes import is_named
 from flaxfit.tree._types import Array, ArrayLike, PyTree, Sums
 from flaxfit.tree._weights import beside, joined_weights, which_count
 
@@ -33,6 +35,13 @@ class LossByOutput:
     weights: Mapping[str, float]
     names: tuple[str, ...]
     """All outputs, in order: those with a loss, and those that are named without one."""
+
+    def __post_init__(self) -> None:
+        if taken := [name for name in self.names if f"{name}_".startswith("val_")]:
+            raise ValueError(
+                f"An output cannot be called {taken[0]!r}: {taken[0]}_loss, its loss in training, "
+                "would pass for one of validation. Give it another name in the model."
+            )
 
     def __call__(self, *outputs_and_targets: PyTree) -> Any:
         """The weighted sum over the outputs, without the weights of the examples."""
@@ -84,6 +93,13 @@ class LossByOutput:
         """Picks one output and its target among all outputs and all targets."""
         outputs, rest = self.by_name(outputs_and_targets)
         targets, more = self.by_name(rest)
+        if isinstance(outputs_and_targets[0], Mapping) and len(rest) > 1 and not more:
+            raise ValueError(
+                f"Cannot tell which of {len(rest)} targets belongs to which of the outputs "
+                f"{', '.join(map(repr, outputs or ()))}, as a mapping has no order: pass the "
+                f"targets as a mapping, too, such as {{{name!r}: ...}}; columns by "
+                f"targets={{{name!r}: column}}."
+            )
         if outputs is None or targets is None or more:
             shapes = jax.tree.map(jnp.shape, outputs_and_targets)
             raise ValueError(
@@ -110,13 +126,15 @@ class LossByOutput:
             name: without_idle_rows(target, of_output(batch.weights, name))
             for name, target in by_name.items()
         }
-        is_mapping = isinstance(batch.targets[0], Mapping)
+        is_mapping = len(batch.targets) == 1 + len(more)
         return batch._replace(targets=((found,) if is_mapping else tuple(found.values())) + more)
 
     def by_name(
         self, values: tuple[PyTree, ...]
     ) -> tuple[Mapping[str, PyTree] | None, tuple[PyTree, ...]]:
         """The values by name, None if there are too few; and the values after them."""
+        if values and is_named(values[0]) and not are_numbered(self.names):
+            values = values[0]._asdict(), *values[1:]
         if values and isinstance(values[0], Mapping):
             return values[0], values[1:]
         # Targets, which come last, may leave out those of outputs without a loss.
@@ -124,6 +142,11 @@ class LossByOutput:
         if len(values) < len(names):
             return None, ()
         return dict(zip(names, values, strict=False)), values[len(names) :]
+
+
+def are_numbered(names: Iterable[str]) -> bool:
+    """Whether the names of outputs are those that a list of losses gives them."""
+    return all(re.fullmatch(r"output_\d+", name) for name in names)
 
 
 def as_loss(loss: Any, weights: Any = None) -> Any:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from flaxfit import losses, metrics
 from flaxfit.metrics._metric import ratio
-from flaxfit.task._multi_output import LossByOutput
+from flaxfit.task._multi_output import LossByOutput, are_numbered
+from flaxfit.tree._dtypes import is_named
 from flaxfit.tree._types import Array, PyTree, Sums
 
 
@@ -114,6 +115,16 @@ class MetricOfOutput(metrics.Metric):
             max_rows=metric.max_rows,
             output=output,
         )
+
+
+def with_names(task: Any, outputs: PyTree) -> PyTree:
+    """A NamedTuple of outputs as a mapping, if losses or metrics are by name in another order."""
+    if not is_named(outputs):
+        return outputs
+    of_outputs = [m.output for m in task.metrics.values() if isinstance(m, MetricOfOutput)]
+    names = task.outputs or tuple(dict.fromkeys(of_outputs))
+    is_in_order = are_numbered(names) or names == outputs._fields
+    return outputs if is_in_order else outputs._asdict()
 
 
 def is_loss_of_output(metric: metrics.Metric) -> bool:

@@ -46,11 +46,6 @@ def in_float32(tree: PyTree) -> PyTree:
     return jax.tree.map(up, tree)
 
 
-def like(new: PyTree, old: PyTree) -> PyTree:
-    """Casts the leaves of `new` to the dtypes of `old`: the types of a state never change."""
-    return jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), new, old)
-
-
 def check_precision(owner: str, precision: str | None) -> None:
     """Checks that a precision is one of `PRECISIONS`."""
     if precision not in PRECISIONS:

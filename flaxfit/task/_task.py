@@ -100,8 +100,9 @@ class TrainTask:
       precision: the dtype that the model computes in: "bfloat16", or "float16" with dynamic loss
         scaling. Parameters, loss and metrics stay float32.
       clip_norm: the largest global norm of the gradients; larger gradients are scaled down to it.
-      ema: the decay of an exponential moving average of the parameters, kept beside them: after
-        each step `average = ema * average + (1 - ema) * params`. See `flaxfit.optim.swap_ema`.
+      ema: the decay of an exponential moving average of the parameters, kept beside them in float32
+        or better: after each step `average = ema * average + (1 - ema) * params`. So are batch
+        statistics, the collection "batch_stats". See `flaxfit.optim.swap_ema`.
       ema_overwrite_frequency: with `ema`: set the parameters to their average every this many
         steps.
       skip_nonfinite: whether a step with a loss or gradients that are not finite leaves the whole
@@ -255,6 +256,11 @@ class EvalTask:
 
     def __repr__(self) -> str:
         return describe(self)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the outputs, as those of a `TrainTask`."""
+        return _outputs_of(self.loss)
 
     @property
     def keeps_whole(self) -> bool:

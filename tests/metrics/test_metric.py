@@ -3,7 +3,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.metrics import Metric, accuracy, auc, collected, f1, fbeta, mean, mse, precision
+from flaxfit.metrics import (
+    Metric,
+    accuracy,
+    auc,
+    collected,
+    cosine_similarity,
+    f1,
+    fbeta,
+    mean,
+    mse,
+    precision,
+    spearman,
+)
 from flaxfit.metrics import sum as metrics_sum
 
 OUTPUTS = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -113,6 +125,11 @@ def test_an_ignored_label_goes_with_other_options_and_not_with_collected_rows():
     assert ignoring.compute(ignoring.measure(outputs, targets)) == pytest.approx(1 / 3)
     with pytest.raises(TypeError, match="no option ignore_label: leave such targets out"):
         collected(lambda outputs, targets: 0.0, name="rows")(ignore_label=-100)
+    with pytest.raises(TypeError, match="'spearman' has no option .* or give them the weight 0"):
+        spearman(ignore_label=-100)
+    vectors = cosine_similarity(ignore_label=-100)
+    with pytest.raises(ValueError, match="do not broadcast"):
+        vectors.measure(outputs, outputs)
 
 
 def test_a_sum_is_not_divided():

@@ -254,6 +254,17 @@ UNUSABLE: list[Any] = [
 ]
 
 
+class OwnRate(OptimizerDef):
+    def __init__(self, learning_rate):
+        super().__init__(learning_rate=learning_rate)
+
+    def init_param_state(self, param):
+        return ()
+
+    def apply_param_gradient(self, step, hyper_params, param, state, grad):
+        return param - hyper_params.learning_rate * grad, state
+
+
 @pytest.mark.parametrize(("use", "error", "message"), UNUSABLE)
 def test_what_cannot_be_is_a_worded_error(use, error, message):
     with pytest.raises(error, match=message):
@@ -270,6 +281,31 @@ def test_a_random_key_is_no_hyperparameter():
     optimizer = OptimizerDef(optax.noisy_sgd, learning_rate=0.1, key=jax.random.key(0))
     assert list(optimizer.hyper_params) == ["learning_rate"]
     optimizer.init(jnp.ones(2))
+
+
+@pytest.mark.parametrize("factory", [optax.sgd, OwnRate], ids=["optax", "own"])
+def test_a_rate_of_none_is_given_at_each_step(factory):
+    is_own = isinstance(factory, type)
+    rate = {"learning_rate": None}
+    definition = factory(**rate) if is_own else OptimizerDef(factory, **rate)
+    optimizer = definition.create(jnp.ones(2))
+    step = jax.jit(
+        lambda optimizer, rate: optimizer.apply_gradient(jnp.ones(2), learning_rate=rate)
+    )
+    moved = step(step(optimizer, 0.5), 0.25)
+    np.testing.assert_allclose(moved.target, 0.25)
+    assert definition.hyper_params == rate
+    for given in {}, {"learning_rate": None}, {"hyper_params": rate}:
+        with pytest.raises(ValueError, match="was given no rate: call apply_gradient"):
+            optimizer.apply_gradient(jnp.ones(2), **given)
+
+
+def test_adafactor_without_a_rate_computes_its_own():
+    optimizer = OptimizerDef(optax.adafactor, learning_rate=None).create(jnp.ones(2))
+    found = optimizer.apply_gradient(jnp.ones(2)).target
+    own = optax.adafactor()
+    updates, _ = own.update(jnp.ones(2), own.init(jnp.ones(2)), jnp.ones(2))
+    np.testing.assert_array_equal(found, optax.apply_updates(jnp.ones(2), updates))
 
 
 def test_values_without_names_are_refused():

@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,7 +11,8 @@ from marks import thorough
 
 import flaxfit as ff
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
-from flaxfit.optim import swap_ema
+from flaxfit.optim import averaged, swap_ema
+from flaxfit.optim._averaged import with_average_of
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
 NET = nn.Sequential((nn.Dense(4), nn.Dense(1)))
@@ -66,6 +68,96 @@ def test_a_resumed_run_overwrites_at_the_same_steps(tmp_path):
     for loop in (whole, resumed):
         list(loop)
     jax.tree.map(np.testing.assert_array_equal, whole.state.params, resumed.state.params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_average_of_parameters_in_16_bits_is_kept_in_float32(dtype):
+    optimizer = ff.TrainTask(NET.apply, optax.sgd(2**-5), "mse", (X, X), ema=0.999).optimizer
+    w = jnp.ones(2, dtype)
+    state = ff.TrainState.create(optimizer, {"params": {"w": w}})
+    step, expected = jax.jit(lambda state: state.apply_gradient(optimizer, {"w": w})), np.ones(2)
+    for _ in range(40):
+        state = step(state)
+        expected = 0.999 * expected + 0.001 * np.asarray(state.params["w"], "f8")
+    np.testing.assert_allclose(state.opt_state.average["w"], expected, rtol=1e-6)
+    swapped = swap_ema(state)
+    np.testing.assert_array_equal(swapped.params["w"], expected.astype(dtype))
+    again = swap_ema(swapped)
+    assert again.params["w"].dtype == swapped.params["w"].dtype == dtype
+    np.testing.assert_array_equal(again.params["w"], state.params["w"])
+
+
+class Normalized(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(4)(x))
+        calls = self.variable("counts", "calls", lambda: jnp.zeros(()))
+        if train:
+            calls.value += 1
+        return nn.Dense(1)(x)
+
+
+def normalized_loop(init=None, n_steps=6, callbacks=(), strategy=None, **options):
+    task = ff.TrainTask(Normalized(), optax.adam(0.1), "mse", (X, X[:, :1]), ema=0.8, **options)
+    return ff.TrainLoop(
+        init or Normalized(),
+        task,
+        0,
+        n_steps=n_steps,
+        callbacks=list(callbacks),
+        strategy=strategy or ff.DataParallel(jax.devices()[:1]),
+        stdout=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (None, {"accumulate": 2}),
+        (ff.DataParallel, {}),
+        thorough(lambda: ff.Sharded.fsdp(), {}),
+        thorough(None, {"freeze": "Dense_0/.*", "skip_nonfinite": True}),
+    ],
+)
+def test_batch_statistics_are_averaged_and_evaluated_with_the_average(strategy, options):
+    loop = normalized_loop(strategy=strategy and strategy(), **options)
+    states = [jax.device_get(checkpoint.state) for checkpoint in loop]
+    expected = {"mean": np.zeros(4), "var": np.ones(4)}
+    for state in states:
+        own = state.model_state["batch_stats"]["BatchNorm_0"]
+        expected = {n: 0.8 * old + 0.2 * own[n] for n, old in expected.items()}
+    found = averaged(states[-1])
+    assert_close(found.model_state["batch_stats"]["BatchNorm_0"], expected, 1e-5)
+    assert found.model_state["counts"] == states[-1].model_state["counts"]
+    task = ff.EvalTask(Normalized(), [], (X, X[:, :1]), loss="mse")
+    outputs = np.asarray(Normalized().apply(found.variables, X, mutable=False))
+    measured = ff.EvalLoop(task, ema=True).measure(loop.state)["loss"]
+    assert measured == pytest.approx(np.mean((outputs - X[:, :1]) ** 2), 1e-4)
+    jax.tree.map(np.testing.assert_array_equal, *map(values, (swap_ema(found), states[-1])))
+    stopped = with_average_of(states[-1], vars(states[1]))
+    jax.tree.map(
+        np.testing.assert_array_equal, stopped.opt_state.statistics, states[1].opt_state.statistics
+    )
+
+
+def values(state):
+    return state.params, state.model_state, state.opt_state.average, state.opt_state.statistics
+
+
+@pytest.mark.slow
+def test_a_checkpoint_from_before_statistics_were_averaged_is_resumed(tmp_path):
+    state = jax.device_get(list(normalized_loop(n_steps=2))[-1].state)
+    average = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.opt_state.average)
+    old = state.opt_state._replace(statistics=(), average=average)
+    ff.checkpoints.save(tmp_path, state.replace(opt_state=old))
+    loop = normalized_loop(CheckpointFileReader(tmp_path, Normalized()))
+    found = loop.state
+    jax.tree.map(np.testing.assert_array_equal, found.opt_state.average, average)
+    own = {"batch_stats": state.model_state["batch_stats"]}
+    jax.tree.map(np.testing.assert_array_equal, found.opt_state.statistics, {"model_state": own})
+    assert {x.dtype for x in jax.tree.leaves(found.opt_state.average)} == {np.dtype("f4")}
+    assert list(loop)[-1].step == 6
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,12 @@ def test_apply_gradient_is_one_update_of_the_optimizer():
 def test_the_model_state_can_be_replaced_by_an_update():
     state = make_state()
     grads = jax.tree.map(jnp.ones_like, state.params)
-    assert state.apply_gradient(optax.adam(0.1), grads, model_state={"a": 1}).model_state == {
-        "a": 1
-    }
+    for name in "model_state", "flax_mutables":
+        assert state.apply_gradient(optax.adam(0.1), grads, **{name: {"a": 1}}).model_state == {
+            "a": 1
+        }
+    with pytest.raises(TypeError, match="the same"):
+        state.apply_gradient(optax.adam(0.1), grads, model_state={}, flax_mutables={})
 
 
 def test_further_arguments_reach_the_optimizer():
@@ -124,6 +127,31 @@ def test_further_arguments_reach_the_optimizer():
     state = ff.TrainState(jnp.int32(0), jnp.ones(2), optimizer.init(jnp.ones(2)), {}, as_key(0))
     after = state.apply_gradient(optimizer, jnp.ones(2), value=jnp.float32(3))
     assert float(after.opt_state.best_value) == 3.0
+
+
+class Heated:
+    def init(self, params):
+        return ()
+
+    def update(self, updates, state, params=None, *, heat=1.0):
+        return jax.tree.map(lambda g: -heat * g, updates), state
+
+
+def update_heated(updates, state, params=None, **more):
+    return Heated().update(updates, state, **more)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Heated(),
+        optax.chain(optax.GradientTransformationExtraArgs(tuple, update_heated), optax.scale(1.0)),
+        optax.GradientTransformationExtraArgs(tuple, jax.jit(update_heated)),
+    ],
+)
+def test_arguments_of_an_own_update_reach_it(optimizer):
+    state = ff.TrainState(jnp.int32(0), jnp.ones(2), optimizer.init({}), {}, as_key(0))
+    np.testing.assert_array_equal(state.apply_gradient(optimizer, 1.0, heat=0.5).params, 0.5)
 
 
 def test_parts_can_be_replaced():
@@ -227,7 +255,12 @@ def test_given_weights_go_where_the_shardings_say():
     np.testing.assert_array_equal(weights, np.arange(8.0))
 
 
-def test_a_learning_rate_for_an_optimizer_that_takes_none_is_refused():
-    state = ff.TrainState.create(optax.sgd(0.1), {"params": {"w": jnp.ones(2)}})
-    with pytest.raises(ValueError, match=r"Cannot set learning_rate(.|\n)*OptimizerDef"):
-        state.apply_gradient(optax.sgd(0.1), {"w": jnp.ones(2)}, learning_rate=0.0)
+@pytest.mark.parametrize("name", ["learning_rate", "flax_mutable"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.sgd(0.1), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), Heated()],
+)
+def test_an_argument_that_an_optimizer_does_not_take_is_refused(optimizer, name):
+    state = ff.TrainState.create(optimizer, {"params": {"w": jnp.ones(2)}})
+    with pytest.raises(ValueError, match=rf"Cannot set {name}(.|\n)*OptimizerDef"):
+        state.apply_gradient(optimizer, {"w": jnp.ones(2)}, **{name: 0.0})

@@ -1,6 +1,7 @@
 """Several outputs: their losses by name, weighted; each with metrics of its own."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ X = RNG.normal(size=(22, 3)).astype("f4")
 CLASSES = RNG.integers(0, 4, 22)
 NUMBERS = RNG.normal(size=(22, 2)).astype("f4")
 LOSS = {"kind": "crossentropy", "size": "mse"}
+TWO = (np.full(2, 3.0), np.full(2, 5.0))
 
 
 class TwoHeads(nn.Module):
@@ -144,6 +146,53 @@ def test_weights_of_an_output_act_as_they_would_for_it_alone():
     alone.fit(X, CLASSES, batch_size=5, epochs=3, sample_weight=weights, verbose=0)
     kernel = both.state.params["Dense_0"]["kernel"]
     np.testing.assert_allclose(kernel, alone.state.params["heads"]["Dense_0"]["kernel"], rtol=1e-4)
+
+
+class Sizes(NamedTuple):
+    """Outputs, or their targets, by the names of fields."""
+
+    small: Any
+    big: Any
+
+
+SMALL, BIG = NUMBERS[:, :1], 5 + 2 * NUMBERS[:, 1:]
+
+
+@pytest.mark.parametrize("targets", [Sizes(SMALL, BIG), {"big": BIG, "small": SMALL}])
+@pytest.mark.parametrize("loss", [{"big": "mse", "small": "mse"}, None])
+def test_fields_of_outputs_and_targets_are_their_names(loss, targets):
+    metrics, weights = {"big": ["mae"], "small": ["mae"]}, {"big": 1.0 + np.arange(22)}
+    options = {"loss": loss, "loss_weights": loss and {"big": 3.0}, "metrics": metrics}
+    task = ff.EvalTask(lambda v, x: Sizes(x[:, :1], x[:, 1:2]), **options)
+    state = ff.InferenceState(np.int32(0), {}, {})
+    loop = ff.EvalLoop(task, strategy=one_device())
+    found = loop.measure(state, [(X, targets, weights if loss else None)])
+    errors, weights = X[:, 1] - BIG[:, 0], weights["big"] if loss else None
+    assert found["big_mae"] == pytest.approx(np.average(abs(errors), weights=weights), 1e-5)
+    if loss:
+        assert found["big_loss"] == pytest.approx(np.average(errors**2, weights=weights), 1e-5)
+        assert found["loss"] == pytest.approx(3 * found["big_loss"] + found["small_loss"], 1e-5)
+
+
+def test_a_model_with_named_outputs_is_trained_by_their_names():
+    def apply(variables, x, **_):
+        return Sizes(x @ variables["params"]["small"], x @ variables["params"]["big"])
+
+    def init(rngs, x):
+        return {"params": dict.fromkeys(("small", "big"), np.zeros((3, 1), "f4"))}
+
+    losses = {"big": "mse", "small": None}
+    model = ff.Model((init, apply), optax.sgd(0.1), losses, strategy=one_device())
+    model.fit(X, {"big": BIG, "small": SMALL}, batch_size=22, verbose=0)
+    assert not np.any(model.state.params["small"])
+    np.testing.assert_allclose(model.state.params["big"], 0.2 * X.T @ BIG / 22, rtol=1e-4)
+
+
+def test_targets_in_order_beside_outputs_in_a_mapping_are_refused():
+    outputs = dict(zip(LOSS, TWO, strict=True))
+    with pytest.raises(ValueError, match="which of 2 targets belongs .* 'kind', 'size', as a map"):
+        as_loss(LOSS)(outputs, *TWO)
+    np.testing.assert_allclose(as_loss({"size": "mse"})(outputs, TWO[0]), 4)
 
 
 TARGETS = {"kind": CLASSES, "size": NUMBERS}
@@ -360,9 +409,6 @@ def test_outputs_without_a_loss_are_left_alone():
     np.testing.assert_allclose(loss(outputs, {"a": np.zeros(2)}), 1)
 
 
-TWO = (np.full(2, 3.0), np.full(2, 5.0))
-
-
 @pytest.mark.parametrize(
     "targets", [(np.zeros(2), np.ones(2)), (np.ones(2),), ({"output_1": np.ones(2)},)]
 )
@@ -410,6 +456,8 @@ def test_one_loss_has_one_weight(weights):
         (["mse", "mae"], [1.0], "2 losses, but 1 loss_weights"),
         ({"a": "mes"}, None, "Did you mean mse"),
         ({}, None, "There is no loss"),
+        ({"val": "mse", "b": "mse"}, None, "cannot be called 'val': val_loss, its loss in train"),
+        ({"b": "mse", "val_b": "mse"}, None, "cannot be called 'val_b'"),
     ],
     ids=[
         "two weights",
@@ -420,11 +468,17 @@ def test_one_loss_has_one_weight(weights):
         "too few weights",
         "unknown loss",
         "none",
+        "validation",
+        "validation of another",
     ],
 )
 def test_losses_and_weights_that_do_not_fit_are_refused(loss, weights, message):
     with pytest.raises(ValueError, match=message):
         as_loss(loss, weights)
+
+
+def test_an_output_may_be_called_value():
+    assert as_loss({"value": "mse"}).names == ("value",)
 
 
 ONE = np.ones((4, 2), "f4")
