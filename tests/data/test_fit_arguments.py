@@ -307,9 +307,10 @@ def test_masked_targets_have_the_weight_0(form, shape):
 def test_masked_inputs_and_masks_that_have_no_place_are_refused():
     masked = np.ma.masked_greater(X, 1)
     y = np.ma.masked_greater(X[:, 0], 1)
-    for data in ((masked, Y), ([(masked, Y)],), (X, (y, y)), (X, Y, np.ma.masked_less(W, 1))):
+    forms: Any = (masked, Y), ([(masked, Y)],), (X, (y, y)), ((X, Y, np.ma.masked_less(W, 1)),)
+    for data in forms:
         with pytest.raises(TypeError, match="Cannot train on a masked array"):
-            make_model().fit(*data[:2], sample_weight=data[2] if data[2:] else None, verbose=0)
+            make_model().fit(*data, verbose=0)
     with pytest.raises(TypeError, match="Cannot train on a masked array"):
         make_model().predict(masked)
     assert normalize((np.ma.masked_greater(X, 99), Y)).inputs[0].shape == X.shape
