@@ -8,6 +8,7 @@ import numpy as np
 from flaxfit.data._batch import parts_of
 from flaxfit.data._class_weights import WEIGHTS_BY_OUTPUT, weights_by_class
 from flaxfit.data._columns import common_length
+from flaxfit.data._mapped import rows_at
 from flaxfit.data._sample_weights import (
     by_output,
     check_weights,
@@ -92,7 +93,7 @@ def split(arrays: tuple[PyTree, ...], fraction: float, seed: int) -> tuple[PyTre
     order = np.random.default_rng((seed, 0x5B11)).permutation(n)
     validation, training = np.sort(order[:n_validation]), np.sort(order[n_validation:])
     return tuple(
-        jax.tree.map(lambda a, r=rows: np.asarray(a)[r], arrays) for rows in (training, validation)
+        jax.tree.map(lambda a, r=rows: rows_at(a, r), arrays) for rows in (training, validation)
     )
 
 
