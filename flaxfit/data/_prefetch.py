@@ -98,7 +98,7 @@ class PrefetchedStream:
         """Moves to a position that `get_state` gave; batches assembled ahead are dropped."""
         _drop(self._requests)
         self._results, self._n_due, self._is_begun = queue.SimpleQueue(), 0, False
-        context = contextvars.copy_context()  # Whether notices are shown.
+        context = contextvars.copy_context()  # Notices may be turned off there.
         self._request(1, lambda stream: context.run(stream.set_state, state))
         self._result()
 
