@@ -8,7 +8,7 @@ import numpy as np
 
 from flaxfit.data._columns import Column, common_length
 from flaxfit.data._position import check_description
-from flaxfit.data._sample_weights import check_weights_shape
+from flaxfit.data._sample_weights import check_weights_shape, without_masked
 from flaxfit.display._tracebacks import short_errors
 from flaxfit.distributed._processes import process_count, process_index
 from flaxfit.tree._checks import whole_number
@@ -75,6 +75,7 @@ class ArrayStream:
         self.shuffle = bool(shuffle)
         self.seed = whole_number("seed", seed, least=0)
         self.drop_remainder = bool(drop_remainder)
+        y, w = without_masked(y, w)
         parts = (x, () if y is None else y) + (() if w is None else (w,))
         self.n_examples = common_length(parts)
         if w is not None:

@@ -7,7 +7,12 @@ import jax
 import numpy as np
 from redex.util import expand_to_tuple
 
-from flaxfit.data._sample_weights import by_output, check_weights_shape, is_list_of_weights
+from flaxfit.data._sample_weights import (
+    by_output,
+    check_weights_shape,
+    is_list_of_weights,
+    without_masked,
+)
 from flaxfit.tree._dtypes import (
     check_dense,
     is_array,
@@ -73,6 +78,7 @@ def normalize(item: PyTree, *, is_whole: bool = False) -> Batch:
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"A batch has 1 to 3 parts, {_FORMS}; got {len(parts)} parts.")
     inputs, targets, weights = (*parts, None, None)[:3]
+    targets, weights = without_masked(targets, weights)
     targets = () if targets is None else _part(targets)
     if isinstance(weights, Mapping) and not weights:
         weights = None

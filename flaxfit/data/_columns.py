@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from flaxfit.data._mapped import MappedArray, mapping_of
+from flaxfit.data._mapped import MappedArray, MappedRows, mapping_of
 from flaxfit.tree._dtypes import is_array, narrow, narrow_dtype, to_numpy
 from flaxfit.tree._types import ArrayLike, PyTree
 
@@ -16,13 +16,15 @@ class Column:
     """One array of a data set, in the width that JAX computes in."""
 
     def __init__(self, leaf: ArrayLike):
-        array = to_numpy(leaf)
+        chosen = leaf.rows if isinstance(leaf, MappedRows) else None
+        array = to_numpy(leaf.array if isinstance(leaf, MappedRows) else leaf)
         self._dtype = narrow_dtype(array.dtype)
         self.nbytes = array.size * self._dtype.itemsize
         self.is_mapped = mapping_of(array) is not None
         if self.is_mapped:
             # Narrowing a memory-mapped file here would read all of it.
-            self._pick = MappedArray(array).pick
+            pick = MappedArray(array).pick
+            self._pick = pick if chosen is None else lambda rows: pick(chosen[rows])
         else:
             self._pick = _picker(narrow(array, self._dtype))
 

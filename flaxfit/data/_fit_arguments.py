@@ -8,7 +8,13 @@ import numpy as np
 from flaxfit.data._batch import parts_of
 from flaxfit.data._class_weights import WEIGHTS_BY_OUTPUT, weights_by_class
 from flaxfit.data._columns import common_length
-from flaxfit.data._sample_weights import by_output, check_weights, check_weights_shape
+from flaxfit.data._mapped import rows_at
+from flaxfit.data._sample_weights import (
+    by_output,
+    check_weights,
+    check_weights_shape,
+    without_masked,
+)
 from flaxfit.tree._dtypes import check_dense, is_array, is_named, is_node, to_numpy
 from flaxfit.tree._types import Data, PyTree
 from flaxfit.tree._weights import product
@@ -87,7 +93,7 @@ def split(arrays: tuple[PyTree, ...], fraction: float, seed: int) -> tuple[PyTre
     order = np.random.default_rng((seed, 0x5B11)).permutation(n)
     validation, training = np.sort(order[:n_validation]), np.sort(order[n_validation:])
     return tuple(
-        jax.tree.map(lambda a, r=rows: np.asarray(a)[r], arrays) for rows in (training, validation)
+        jax.tree.map(lambda a, r=rows: rows_at(a, r), arrays) for rows in (training, validation)
     )
 
 
@@ -150,6 +156,7 @@ def _arrays_of(
     *parts, weights = parts
     if not (_is_none(weights) or _is_numbers(weights)):
         weights = by_output(weights, outputs)
+    parts[1], weights = without_masked(parts[1], weights)
     x, y, w = (None if _is_none(part) else as_arrays(part) for part in (*parts, weights))
     name = "sample_weight" if owner == "x" else f"the weights of {owner}"
     if w is not None:

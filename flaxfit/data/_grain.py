@@ -1,9 +1,11 @@
 """Shards and worker processes of Grain loaders, found without importing Grain."""
 
+import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flaxfit.data._libraries import comes_from
+from flaxfit.data._libraries import OpenPass, comes_from
+from flaxfit.display import say
 from flaxfit.distributed._processes import process_count, process_index
 from flaxfit.tree._types import Data
 
@@ -51,6 +53,27 @@ def _watching_parent(init: Callable[[], None] | None) -> Callable[[], None]:
 
     vars(start)["watches_parent"] = True
     return start
+
+
+def passes_over(data: Data) -> OpenPass:
+    """Opens passes over a pipeline; says at the second that its random order repeats."""
+    end_workers_with_parent(data)
+    context = contextvars.copy_context()  # Notices may be turned off here.
+    names = " ".join(type(node).__name__ for node in _nodes(data))
+    notices = [_REPEATS] if "Shuffle" in names or "Random" in names else []
+
+    def open_pass(epoch: int) -> Iterator[Any]:
+        if epoch and notices:
+            context.run(say, notices.pop())
+        return iter(data)
+
+    return open_pass
+
+
+_REPEATS = (
+    "a Grain pipeline that ends has one random order, which each epoch repeats: for new ones, add "
+    ".repeat() before it is batched, and pass steps_per_epoch"
+)
 
 
 def _nodes(data: Data) -> Iterator[Any]:

@@ -93,6 +93,11 @@ class IterableStream:
         """A fresh stream of passes over the same data."""
         return dataclasses.replace(self, epochs=epochs, start=start, is_apart=is_apart)
 
+    def close(self) -> None:
+        """Closes the pass that is open, and returns to the beginning, if the data can."""
+        if not self.once:
+            self._rewind()
+
     def get_state(self) -> dict[str, Json]:
         """The position after the last delivered batch, with a description of the data."""
         state: dict[str, Json] = {"delivered": self._delivered, "data": dict(self._description)}

@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,26 @@ class MappedArray:
         if self._read >= _KEEP and self._mapping is not None:
             self._mapping.madvise(mmap.MADV_DONTNEED)
             self._read = 0
+
+
+class MappedRows:
+    """Rows of a memory-mapped array, by their numbers, which are read when they are needed."""
+
+    def __init__(self, array: np.ndarray, rows: np.ndarray):
+        self.array, self.rows = array, rows
+        self.shape, self.dtype = (len(rows), *array.shape[1:]), array.dtype
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.array[self.rows], dtype)
+
+
+def rows_at(array: ArrayLike, rows: np.ndarray) -> ArrayLike:
+    """The rows of an array; of a memory-mapped one without reading them."""
+    array = np.asarray(array)
+    return array[rows] if mapping_of(array) is None else MappedRows(array, rows)
 
 
 def _bases(array: ArrayLike) -> Iterator[object]:

@@ -1,5 +1,7 @@
 """prefetch: batches assembled ahead by a background thread."""
 
+import contextlib
+import contextvars
 import queue
 import threading
 import weakref
@@ -9,8 +11,11 @@ from typing import Any, Self
 from flaxfit.data._adapters import as_stream, one_pass
 from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._batch import detached
+from flaxfit.data._iterables import IterableStream
 from flaxfit.data._stream import is_shared
 from flaxfit.tree._types import Data, Json, PyTree
+
+_END, _PAUSE = "end", "pause"
 
 
 def prefetch(stream: Data, n: int = 2) -> "PrefetchedStream":
@@ -41,9 +46,12 @@ class PrefetchedStream:
         self.name = getattr(stream, "name", type(stream).__name__)
         self.shared = is_shared(stream)
         self._closed = False
-        self._batches: queue.SimpleQueue | None = None  # No thread before the second batch.
+        # One thread opens, reads and moves the stream: some sources, such as SQLite, refuse others.
+        self._requests: queue.SimpleQueue = queue.SimpleQueue()
+        self._results = queue.SimpleQueue()
+        self._n_due = 0
         self._is_begun = False
-        self._halt: Callable[[], object] = lambda: None
+        self._halt: weakref.finalize | None = None
         self._state, self.epoch = _position(stream)
 
     def __len__(self) -> int:
@@ -61,24 +69,13 @@ class PrefetchedStream:
     def __next__(self) -> PyTree:
         if self._closed:
             raise ValueError("This prefetched stream was closed: make a new one.")
-        if not self._is_begun:
-            # Nothing is read ahead of the first batch: `set_state` may then continue after it
-            # without opening the data again, which may change its order.
-            try:
-                batch = _next(self._stream)
-            finally:
-                self._state, self.epoch = _position(self._stream)
-            self._is_begun = True
-            return batch
-        if self._batches is None:
-            self._batches = self._start()
-        batch, error, position = self._batches.get()
-        self._slots.release()
-        self._state, self.epoch = position
-        if error is not None:
-            self._halt()
-            self._batches = None
-            raise error
+        # Nothing is read ahead of the first batch: `set_state` may then continue after it
+        # without opening the data again, which may change its order.
+        self._request(self._n if self._is_begun else 1)
+        batch = self._result()
+        if self._is_begun:
+            self._request(self._n)
+        self._is_begun = True
         return batch
 
     def whole(self) -> PyTree:
@@ -99,36 +96,59 @@ class PrefetchedStream:
 
     def set_state(self, state: Json) -> None:
         """Moves to a position that `get_state` gave; batches assembled ahead are dropped."""
-        self._halt()
-        self._batches, self._is_begun = None, False
-        self._stream.set_state(state)
-        self._state, self.epoch = _position(self._stream)
+        _drop(self._requests)
+        self._results, self._n_due, self._is_begun = queue.SimpleQueue(), 0, False
+        context = contextvars.copy_context()  # Notices may be turned off there.
+        self._request(1, lambda stream: context.run(stream.set_state, state))
+        self._result()
 
     def close(self) -> None:
         """Ends the thread after its present batch, and the stream."""
-        self._halt()
-        self._closed = True
+        if self._halt is not None:
+            self._halt()
+        self._halt, self._closed = None, True
 
-    def _start(self) -> queue.SimpleQueue:
-        batches, self._slots = queue.SimpleQueue(), threading.Semaphore(self._n)
-        stopped = threading.Event()
-        # The thread does not refer to this object, whose collection can thus stop it.
-        arguments = (self._stream, batches, self._slots, stopped)
-        thread = threading.Thread(target=_assemble, args=arguments, daemon=True)
-        self._halt = weakref.finalize(self, _stop, thread, self._slots, stopped)
-        thread.start()
-        return batches
+    def _request(self, n_due: int, act: Callable[[Any], PyTree] | None = None) -> None:
+        """Has the thread read batches until some are due, or act on the stream."""
+        if self._halt is None:
+            # It does not refer to this object, whose collection can thus stop it.
+            arguments = (self._stream, self._requests)
+            self._thread = threading.Thread(target=_serve, args=arguments, daemon=True)
+            self._halt = weakref.finalize(self, _stop, self._thread, self._requests)
+            self._thread.start()
+        for _ in range(n_due - self._n_due):
+            self._requests.put((act or _next, self._results))
+        self._n_due = max(n_due, self._n_due)
+
+    def _result(self) -> PyTree:
+        """The next result of the thread, which ends with an error."""
+        result, error, position = self._results.get()
+        self._n_due -= 1
+        self._state, self.epoch = position
+        if error is not None and self._halt is not None:
+            self._halt.detach()
+            _stop(self._thread, self._requests, _PAUSE)
+            self._halt, self._n_due = None, 0
+        if error is not None:
+            raise error
+        return result
 
 
-def _assemble(
-    stream: Any, batches: queue.SimpleQueue, slots: threading.Semaphore, stopped: threading.Event
-) -> None:
-    while slots.acquire() and not stopped.is_set():
+def _serve(stream: Any, requests: queue.SimpleQueue) -> None:
+    has_failed = False
+    while isinstance(request := requests.get(), tuple):
+        act, results = request
+        if has_failed and act is _next:  # Requested before the error was known.
+            continue
+        result, error = None, None
         try:
-            batches.put((_next(stream), None, _position(stream)))
-        except BaseException as error:  # Raised by `next`.
-            batches.put((None, error, _position(stream)))
-            return
+            result = act(stream)
+        except BaseException as raised:  # Raised by `next`.
+            error = raised
+        has_failed = error is not None
+        results.put((result, error, _position(stream)))
+    if request == _END and isinstance(stream, IterableStream):
+        stream.close()
 
 
 def _next(stream: Any) -> PyTree:
@@ -136,9 +156,15 @@ def _next(stream: Any) -> PyTree:
     return next(stream) if type(stream) is ArrayStream else detached(next(stream))
 
 
-def _stop(thread: threading.Thread, slots: threading.Semaphore, stopped: threading.Event) -> None:
-    stopped.set()
-    slots.release()
+def _drop(requests: queue.SimpleQueue) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            requests.get_nowait()
+
+
+def _stop(thread: threading.Thread, requests: queue.SimpleQueue, last: str = _END) -> None:
+    _drop(requests)
+    requests.put(last)
     # With a time limit, because a stream may hang, or wait for the thread that collects garbage.
     if thread is not threading.current_thread():
         thread.join(timeout=5.0)

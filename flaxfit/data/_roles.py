@@ -89,15 +89,15 @@ class Roles:
         return self._split(item, has_targets=False)
 
     def of_data_set(self, data: Data) -> Data:
-        """Returns a mapping of arrays as `(inputs, targets, weights)`; other data is unchanged."""
-        if not isinstance(data, tuple | Mapping) or self._columns_of(data) is None:
+        """Returns columns of arrays as `(inputs, targets, weights)`; other data is unchanged."""
+        if isinstance(data, list) or self._columns_of(data) is None:
             return data
         inputs, targets, weights = self(data)
         return _as_arrays(inputs), _as_arrays(targets), _as_arrays(weights)
 
     def inputs_of_data_set(self, data: Data) -> Data:
-        """Returns the inputs of a mapping of arrays; other data is unchanged."""
-        if not isinstance(data, Mapping) or self._columns_of(data) is None:
+        """Returns the inputs among columns of arrays; other data is unchanged."""
+        if isinstance(data, list | tuple) or self._columns_of(data) is None:
             return data
         return _as_arrays(self.inputs_of(data)[0])
 
@@ -113,8 +113,8 @@ class Roles:
         # The items of an `ArrayStream` are pairs.
         is_alone = is_sequence and item and not any(map(_is_given, item[1:]))
         given: Any = item[0] if is_alone else item
-        if is_named(given) and self._has_names:
-            return given._asdict()
+        if self._has_names and (is_named(given) or _is_table(given)):
+            return given._asdict() if is_named(given) else {n: given[n] for n in given.columns}
         if not isinstance(given, Mapping) or self._has_names:
             return given if isinstance(given, Mapping) else None
         is_split = len(parts_of(given)) > 1
@@ -171,6 +171,11 @@ class Roles:
 
 NO_ROLES = Roles()
 """Returns every item unchanged."""
+
+
+def _is_table(item: PyTree) -> bool:
+    """Whether an item is a table of pandas or polars, which has columns by name."""
+    return is_array(item) and hasattr(item, "columns")
 
 
 def _is_plain(item: PyTree) -> bool:

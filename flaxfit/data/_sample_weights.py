@@ -49,6 +49,24 @@ def is_list_of_weights(weights: PyTree) -> bool:
     return isinstance(weights, list | tuple) and any(map(is_array, weights))
 
 
+def without_masked(targets: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
+    """Targets, and weights that are 0 where a NumPy array of targets is masked.
+
+    >>> without_masked(np.ma.masked_equal([3.0, -1.0], -1.0), None)
+    (array([3., 0.]), array([1., 0.], dtype=float32))
+    """
+    is_single = isinstance(targets, list | tuple) and len(targets) == 1
+    target = targets[0] if is_single else targets
+    if not isinstance(target, np.ma.MaskedArray) or isinstance(weights, list | Mapping):
+        return targets, weights
+    counts = ~np.ma.getmaskarray(target)
+    while counts.ndim > 1 and (counts == counts[..., :1]).all():
+        counts = counts[..., 0]
+    counts = counts.astype(np.float32)
+    weights = counts if weights is None else product(np.asarray(weights), counts)
+    return np.ma.filled(target, 0), weights
+
+
 def times(weights: PyTree, factor: Array) -> PyTree:
     """Multiplies weights, also those by output, by a factor for each example."""
     if isinstance(weights, Mapping):

@@ -7,6 +7,7 @@ import jax
 
 from flaxfit.data._batch import Batch, has_rows, n_examples
 from flaxfit.distributed._processes import exchange
+from flaxfit.optim._averaged import like
 from flaxfit.step._companions import states_of
 from flaxfit.step._compare import ForwardPass, weights_of
 from flaxfit.step._passes import (
@@ -22,7 +23,6 @@ from flaxfit.step._passes import (
 from flaxfit.step._trial import Difference, try_halves, try_rows
 from flaxfit.strategies import Strategy
 from flaxfit.task._multi_output import LossByOutput
-from flaxfit.task._precision import like
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._shapes import structure_of

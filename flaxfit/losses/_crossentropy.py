@@ -9,6 +9,8 @@ import optax
 
 from flaxfit.losses._shared import (
     EPSILON,
+    but_ruled_out,
+    certain_bits,
     check_onehot,
     check_same_shape,
     check_share,
@@ -133,9 +135,8 @@ def onehot_crossentropy(
     logits, labels = with_axis_last("onehot_crossentropy", axis, logits, labels)
     check_onehot("onehot_crossentropy", logits, labels, "crossentropy")
     logits, labels = floating(logits), smoothed("onehot_crossentropy", labels, label_smoothing)
-    if from_logits:
-        return optax.softmax_cross_entropy(logits, labels)
-    return -(labels * log_of_shares(logits)).sum(-1)
+    logs = jax.nn.log_softmax(logits) if from_logits else log_of_shares(logits)
+    return -(labels * but_ruled_out(logs, labels)).sum(-1)
 
 
 def smoothed(name: str, labels: ArrayLike, label_smoothing: float) -> jax.Array:
@@ -177,7 +178,7 @@ def binary_crossentropy(
         labels = floating(labels)
         labels = smoothed_bits(labels, label_smoothing) if label_smoothing else labels
         if from_logits:
-            return optax.sigmoid_binary_cross_entropy(logits, labels)
+            return optax.sigmoid_binary_cross_entropy(certain_bits(logits, labels), labels)
         return of_probabilities(logits, labels)
 
     return _values(of_bits, floating(logits), jnp.asarray(labels), ignore_label)
@@ -210,7 +211,8 @@ def kl_divergence(
     check_same_shape("kl_divergence", logits, probabilities)
     logits, probabilities = floating(logits), floating(probabilities)
     if from_logits:
-        return optax.kl_divergence(jax.nn.log_softmax(logits), probabilities)
+        logs = but_ruled_out(jax.nn.log_softmax(logits), probabilities)
+        return optax.kl_divergence(logs, probabilities)
     logits, probabilities = (jnp.clip(x, EPSILON, 1) for x in (logits, probabilities))
     return optax.kl_divergence(jnp.log(logits), probabilities)
 

@@ -15,6 +15,8 @@ from flaxfit.losses._crossentropy import (
     smoothed,
 )
 from flaxfit.losses._shared import (
+    but_ruled_out,
+    certain_bits,
     check_onehot,
     check_same_shape,
     check_share,
@@ -68,6 +70,7 @@ def binary_focal_crossentropy(
     labels = smoothed_bits(labels, label_smoothing) if label_smoothing else labels
     balance = alpha if apply_class_balancing else None
     if from_logits:
+        logits = certain_bits(logits, labels)
         return optax.sigmoid_focal_loss(logits, labels, alpha=balance, gamma=gamma)
     of_label = labels * logits + (1 - labels) * (1 - logits)
     values = power(1 - of_label, gamma) * of_probabilities(logits, labels)
@@ -110,7 +113,7 @@ def categorical_focal_crossentropy(
     logits, labels = floating(logits), smoothed(name, labels, label_smoothing)
     logs = jax.nn.log_softmax(logits) if from_logits else log_of_shares(logits)
     factors = jnp.asarray(alpha, logs.dtype) * power(-jnp.expm1(logs), gamma)
-    return -(labels * factors * logs).sum(-1)
+    return -(labels * factors * but_ruled_out(logs, labels)).sum(-1)
 
 
 @public

@@ -134,6 +134,17 @@ def log_of_shares(probabilities: jax.Array) -> jax.Array:
     return jnp.log(clipped(probabilities / probabilities.sum(-1, keepdims=True)))
 
 
+def but_ruled_out(logs: jax.Array, labels: jax.Array) -> jax.Array:
+    """Logarithms in which -inf, of a class that is ruled out, is 0 where the label is 0."""
+    return jnp.where((labels == 0) & jnp.isneginf(logs), 0, logs)
+
+
+def certain_bits(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Logits of which those that are infinite, and right, are the largest finite numbers."""
+    largest = jnp.finfo(logits.dtype).max
+    return jnp.where(labels == (logits > 0), jnp.clip(logits, -largest, largest), logits)
+
+
 def clipped(probabilities: jax.Array) -> jax.Array:
     """Probabilities that have logarithms, and so have their complements."""
     return jnp.clip(probabilities, EPSILON, 1 - EPSILON)

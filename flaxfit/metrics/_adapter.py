@@ -47,16 +47,25 @@ def from_metric_class(metric_class: type[Any]) -> Metric:
     """Makes a `Metric` of a class whose states merge by addition.
 
     The class receives one example at a time, so that weights and padding work without its support,
-    and the value does not depend on how the data is cut into batches. It receives the outputs and
-    the targets by position, or as `logits` and `labels` if its parameters have these names.
+    and the value does not depend on how the data is cut into batches. It also receives each whole
+    batch: its errors stand, and a class that gives another value for it is refused. It receives the
+    outputs and the targets by position, or as `logits` and `labels` if its parameters have these
+    names.
     """
     name = metric_class.__name__
 
     def measure(*arguments: PyTree, weights: Array | None = None) -> Sums:
         call = caller_of(metric_class, arguments)
-        one_row_each = jax.tree.map(lambda array: jnp.asarray(array)[:, None], arguments)
+        arguments = jax.tree.map(jnp.asarray, arguments)
+        one_row_each = jax.tree.map(lambda array: array[:, None], arguments)
+        # No other axis has as many rows, which would let shapes pass that do not fit.
+        n = 1 + max(max(leaf.shape) for leaf in jax.tree.leaves(arguments))
+        longer = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((n, *leaf.shape[1:]), leaf.dtype), arguments
+        )
         try:
-            states = jax.vmap(call)(*one_row_each)
+            jax.eval_shape(call, *longer)
+            whole, states = call(*arguments), jax.vmap(call)(*one_row_each)
         except jax.errors.JAXTypeError as error:
             raise cannot_use(name, "it computes outside of JAX") from error
         except KeyError as error:
@@ -65,14 +74,22 @@ def from_metric_class(metric_class: type[Any]) -> Metric:
         first = jax.tree.map(lambda leaf: leaf[0], states)
         kept = _kept_leaves(first, name)
         n_examples = len(jax.tree.leaves(states)[0])
-        by_example = weights_of(jnp.zeros(n_examples), weights)
-        added = jax.tree.map(
-            lambda leaf: weighted(leaf, weights_of(leaf, by_example)).sum(0), states
-        )
-        state = jax.tree.map(lambda keep, a, b: a if keep else b, kept, first, added)
-        return {"state": state, "n_sums": jnp.ones((), int)}
+
+        def merged(weights: Array | None) -> PyTree:
+            by_example = weights_of(jnp.zeros(n_examples), weights)
+            added = jax.tree.map(
+                lambda leaf: weighted(leaf, weights_of(leaf, by_example)).sum(0), states
+            )
+            return jax.tree.map(lambda keep, a, b: a if keep else b, kept, first, added)
+
+        sizes = jax.tree.map(lambda leaf: 1e-4 * jnp.abs(leaf).sum(0), states)
+        differs = ~_are_same(whole, merged(None), sizes)
+        return {"state": merged(weights), "n_sums": jnp.ones((), int), "differ": differs * 1}
 
     def compute(sums: Sums) -> ArrayLike:
+        if sums["differ"]:
+            why = "of a batch it gives another value than of its examples one by one"
+            raise cannot_use(name, f"{why}: it compares them, or broadcasts the shapes")
         kept = _kept_leaves(sums["state"], name)
         state = jax.tree.map(
             lambda keep, leaf: _mean_of(leaf, sums["n_sums"]) if keep else leaf, kept, sums["state"]
@@ -82,6 +99,19 @@ def from_metric_class(metric_class: type[Any]) -> Metric:
         return value if value.ndim else value.item()
 
     return Metric(measure, compute, name)
+
+
+def _are_same(one: PyTree, other: PyTree, sizes: PyTree) -> jax.Array:
+    """Whether two states, or their values, are equal but for rounding."""
+
+    def close(a: ArrayLike, b: ArrayLike, atol: ArrayLike) -> jax.Array:
+        return jnp.isclose(a * 1.0, b * 1.0, 1e-4, atol, equal_nan=True).all()
+
+    same = jnp.array(jax.tree.leaves(jax.tree.map(close, one, other, sizes))).all()
+    try:
+        return same | close(one.compute(), other.compute(), 1e-6)
+    except Exception:  # Some compute on the host alone, which fails here in many ways.
+        return same
 
 
 def caller_of(metric_class: type[Any], arguments: tuple[PyTree, ...]) -> Function:

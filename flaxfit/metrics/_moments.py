@@ -1,5 +1,6 @@
 """Weighted moments as sums that lose no digits, however far from zero the numbers lie."""
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import jax
@@ -16,45 +17,76 @@ _WINDOW = 8
 _UNITS = tuple(2.0**e for e in range(-120, 128, _WINDOW))
 
 
-def moments(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """The weights, the values and their squares, added over the first axis: `(3, windows, ...)`.
+# Squares of tiny numbers are not representable: a batch of these is scaled, and added apart.
+_TINY, _SCALE = 2.0**-40, 2.0**64
 
-    Values whose weight is 0 are ignored.
+
+def moments(values: jax.Array, weights: jax.Array, others: jax.Array | None = None) -> jax.Array:
+    """The weights, the values, the others and the products, added: `(scales, 4, windows, ...)`.
+
+    The products are squares if there are no others. Values whose weight is 0 are ignored.
     """
-    weight = weights.sum(0)
-    center = jnp.take_along_axis(values, weights.argmax(0)[None], 0)[0]
-    mean = weighted(values - center, weights).sum(0) / jnp.where(weight > 0, weight, 1)
-    center = jnp.where(weight > 0, center + mean, 0)  # Of equal values, exactly the value.
-    differences = values - center
-    first = weighted(differences, weights).sum(0)
-    second = weighted(jnp.square(differences), weights).sum(0)
-    return jnp.stack(
+    pair = (values, values if others is None else others)
+    largest = [jnp.where(weights != 0, jnp.abs(each), 0).max(0) for each in pair]
+    is_tiny = jnp.maximum(*largest) < _TINY
+    weight, factor = weights.sum(0), jnp.where(is_tiny, _SCALE, 1).astype(weights.dtype)
+    centers, differences, firsts = [], [], []
+    for each in (each * factor for each in pair):
+        center = jnp.take_along_axis(each, weights.argmax(0)[None], 0)[0]
+        mean = weighted(each - center, weights).sum(0) / jnp.where(weight > 0, weight, 1)
+        centers.append(jnp.where(weight > 0, center + mean, 0))  # Of equal ones, exactly those.
+        differences.append(each - centers[-1])
+        firsts.append(weighted(differences[-1], weights).sum(0))
+    found = jnp.stack(
         [
             _windows(_product(weight)),
-            _windows(_product(weight, center), _product(first)),
+            *(
+                _windows(_product(weight, center), _product(first))
+                for center, first in zip(centers, firsts, strict=True)
+            ),
             _windows(
-                _product(weight, center, center), 2 * _product(center, first), _product(second)
+                _product(weight, *centers),
+                _product(centers[0], firsts[1]),
+                _product(centers[1], firsts[0]),
+                _product(weighted(differences[0] * differences[1], weights).sum(0)),
             ),
         ]
     )
+    return jnp.stack([jnp.where(is_tiny, 0, found), jnp.where(is_tiny, found, 0)])
 
 
 def spread(sums: ArrayLike) -> np.ndarray:
-    """The weighted sum of squared differences from the mean, from `moments`; NaN without weight.
+    """The weighted sum of products of differences from the means; NaN without weight.
 
     >>> float(spread(jax.jit(moments)(np.float32([1e7, 1e7 + 2]), np.float32([1, 1]))))
     2.0
     """
+    return _of_columns(sums, lambda weight, one, other, both: both - one * other / weight)
+
+
+def offset(sums: ArrayLike) -> np.ndarray:
+    """The weight times the squared difference of the means of values and others."""
+    return _of_columns(sums, lambda weight, one, other, _: (one - other) ** 2 / weight)
+
+
+def squares(sums: ArrayLike) -> np.ndarray:
+    """The weighted sum of squares, about zero."""
+    return _of_columns(sums, lambda weight, one, other, both: both)
+
+
+def _of_columns(sums: ArrayLike, value: Callable[..., Fraction]) -> np.ndarray:
     sums = np.asarray(sums, np.float64)
-    found = [_spread(*part) for part in sums.reshape(3, len(_UNITS), -1).transpose(2, 0, 1)]
-    return np.reshape(found, sums.shape[2:])
+    columns = sums.reshape(2, 4, len(_UNITS), -1).transpose(3, 1, 0, 2)
+    return np.reshape([_of_column(each, value) for each in columns], sums.shape[3:])
 
 
-def _spread(*windows: np.ndarray) -> float:
-    if not np.isfinite(windows).all():
+def _of_column(column: np.ndarray, value: Callable[..., Fraction]) -> float:
+    if not np.isfinite(column).all():
         return np.nan
-    weight, first, second = (sum(map(Fraction, window)) for window in windows)
-    return float(second - first * first / weight) if weight else np.nan
+    plain, tiny = ([sum(map(Fraction, each)) for each in of] for of in column.swapaxes(0, 1))
+    scale = Fraction(1 / _SCALE)
+    parts = [a + b * c for a, b, c in zip(plain, tiny, (1, scale, scale, scale**2), strict=True)]
+    return float(value(*parts)) if parts[0] else np.nan
 
 
 def _product(*factors: jax.Array) -> jax.Array:

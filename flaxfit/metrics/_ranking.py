@@ -2,17 +2,49 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flaxfit.metrics._labels import floating, labels_of
 from flaxfit.metrics._metric import Metric, mean
-from flaxfit.tree._types import Array, ArrayLike
+from flaxfit.tree._types import Array, ArrayLike, Sums
+
+
+class _Ranked(NamedTuple):
+    """Means over all orders of the items whose scores are equal, by place; and the relevance."""
+
+    gains: jax.Array
+    hits: jax.Array
+    """The chance that the item at this place is relevant."""
+    first_hits: jax.Array
+    """The same, where no item before it is relevant."""
+    relevance: jax.Array
+
+
+def _ranked(scores: jax.Array, relevance: jax.Array) -> _Ranked:
+    # NaN, of what does not count, comes last and equals nothing.
+    falling, relevant = jax.lax.sort((-scores, relevance), num_keys=1)
+    first, end = (
+        jnp.vectorize(
+            lambda row, side=side: jnp.searchsorted(row, row, side), signature="(n)->(n)"
+        )(falling)
+        for side in ("left", "right")
+    )
+    sums = jnp.stack([relevant, relevant > 0]).cumsum(-1)
+    sums = jnp.pad(sums, [(0, 0)] * scores.ndim + [(1, 0)])
+    gains, hits = (
+        jnp.take_along_axis(each, end, -1) - jnp.take_along_axis(each, first, -1) for each in sums
+    )
+    n_equal, n_left = end - first, end - jnp.arange(scores.shape[-1])
+    gains = jnp.where(n_equal == 1, relevant, gains / n_equal)
+    return _Ranked(gains, hits / n_equal, jnp.minimum(hits / n_left, 1), relevance)
 
 
 def _ranking(
-    name: str, of_ranks: Callable[[Array, Array, int], Array], default: int | None = None
+    name: str, of_ranks: Callable[[_Ranked, int], Array], default: int | None = None
 ) -> Metric:
     def configure(*, k: int | None = default, ignore_label: int | None = None) -> Metric:
         if k is not None and k < 1:
@@ -25,28 +57,38 @@ def _ranking(
                 counts = relevance != ignore_label
                 relevance = jnp.where(counts, relevance, 0)
             if relevance.shape != scores.shape:  # The number of the one relevant item.
-                labels, _ = labels_of(scores, relevance)
-                relevance = jax.nn.one_hot(labels, scores.shape[-1])
+                labels, is_valid = labels_of(scores, relevance)
+                relevance, is_item = jax.nn.one_hot(labels, scores.shape[-1]), jnp.array(True)
             else:
-                scores = jnp.where(counts, scores, -jnp.inf)
-                counts = counts.any(-1)
-            order = jnp.argsort(-scores, axis=-1, stable=True)
-            ranked = jnp.take_along_axis(floating(relevance), order, -1)
-            found = of_ranks(ranked, floating(relevance), k or scores.shape[-1])
-            return jnp.where(jnp.isnan(scores).any(-1), jnp.nan, found), counts
+                is_valid, is_item, counts = ~(relevance < 0).any(-1), counts, counts.any(-1)
+            ranked = _ranked(jnp.where(is_item, scores, jnp.nan), floating(relevance))
+            found = of_ranks(ranked, k or scores.shape[-1])
+            found = jnp.where((jnp.isnan(scores) & is_item).any(-1), jnp.nan, found)
+            return jnp.where(is_valid, found, jnp.inf), counts  # Which `compute` refuses.
 
-        return dataclasses.replace(mean(values, name=name), configure=configure, mode="max")
+        metric = mean(values, name=name)
+
+        def compute(sums: Sums) -> ArrayLike:
+            if np.isposinf(sums["sum"]):
+                raise ValueError(
+                    f"The metric {name!r} got targets below 0, or numbers of items that are not "
+                    "there. Give items that are not relevant 0, and leave out those that do not "
+                    f"count, such as padding: {name}(ignore_label=-1)."
+                )
+            return metric.compute(sums)
+
+        return dataclasses.replace(metric, compute=compute, configure=configure, mode="max")
 
     return configure()
 
 
-def _gain(ranked: Array, k: int) -> Array:
-    return (ranked[..., :k] / jnp.log2(jnp.arange(2, 2 + ranked[..., :k].shape[-1]))).sum(-1)
+def _gain(gains: Array, k: int) -> Array:
+    return (gains[..., :k] / jnp.log2(jnp.arange(2, 2 + gains[..., :k].shape[-1]))).sum(-1)
 
 
-def _ndcg(ranked: Array, relevance: Array, k: int) -> Array:
-    best = _gain(-jnp.sort(-relevance, axis=-1), k)
-    return jnp.where(best > 0, _gain(ranked, k) / jnp.where(best > 0, best, 1), 0)
+def _ndcg(ranked: _Ranked, k: int) -> Array:
+    best = _gain(-jnp.sort(-ranked.relevance, axis=-1), k)
+    return jnp.where(best > 0, _gain(ranked.gains, k) / jnp.where(best > 0, best, 1), 0)
 
 
 ndcg = _ranking("ndcg", _ndcg)
@@ -54,31 +96,33 @@ ndcg = _ranking("ndcg", _ndcg)
 
 Outputs are scores `(batch, items)`; targets their relevance, or the number of the one relevant
 item. `k` counts the first items alone. The mean over the rows; 0 where nothing is relevant. Of
-equal scores, the first comes first. Items whose target is `ignore_label`, such as padding, do not
-count, nor do rows of them alone.
+equal scores, it is the mean over all orders. Items whose target is `ignore_label`, such as padding,
+do not count, nor do rows of them alone; other targets below 0 are refused.
 """
 
 
-def _reciprocal(ranked: Array, relevance: Array, k: int) -> Array:
-    is_relevant = ranked[..., :k] > 0
-    return jnp.where(is_relevant.any(-1), 1 / (1 + is_relevant.argmax(-1)), 0)
+def _reciprocal(ranked: _Ranked, k: int) -> Array:
+    first = ranked.first_hits[..., :k]
+    none_yet = jnp.cumprod(1 - first, -1)  # The chance, after each place.
+    chances = first.at[..., 1:].multiply(none_yet[..., :-1])
+    return (chances / (1 + jnp.arange(first.shape[-1]))).sum(-1)
 
 
 mrr = _ranking("mrr", _reciprocal)
 """The mean over the rows of one over the rank of the first relevant item; see `ndcg`."""
 
 
-def _precision(ranked: Array, relevance: Array, k: int) -> Array:
-    return (ranked[..., :k] > 0).sum(-1) / k
+def _precision(ranked: _Ranked, k: int) -> Array:
+    return ranked.hits[..., :k].sum(-1) / k
 
 
 precision_at_k = _ranking("precision_at_k", _precision, 10)
 """The share of relevant items among the first `k`, 10 unless given; see `ndcg`."""
 
 
-def _recall(ranked: Array, relevance: Array, k: int) -> Array:
-    n_relevant = (relevance > 0).sum(-1)
-    return (ranked[..., :k] > 0).sum(-1) / jnp.maximum(n_relevant, 1)
+def _recall(ranked: _Ranked, k: int) -> Array:
+    n_relevant = (ranked.relevance > 0).sum(-1)
+    return ranked.hits[..., :k].sum(-1) / jnp.maximum(n_relevant, 1)
 
 
 recall_at_k = _ranking("recall_at_k", _recall, 10)

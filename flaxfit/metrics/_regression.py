@@ -9,8 +9,8 @@ import numpy as np
 from flaxfit.losses import _regression as losses
 from flaxfit.metrics._accuracy import mean_of_answers
 from flaxfit.metrics._labels import Answers, floating, is_share, labels_of
-from flaxfit.metrics._metric import Metric, mean, ratio, weighted, weights_of
-from flaxfit.metrics._moments import moments, spread
+from flaxfit.metrics._metric import Metric, mean, ratio, weights_of
+from flaxfit.metrics._moments import moments, spread, squares
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._types import Array, ArrayLike, Sums
 
@@ -54,13 +54,13 @@ def _r2(*, average: str | None = "uniform_average", num_regressors: int = 0) -> 
         errors = _errors(outputs, targets)
         by_value = weights_of(errors, weights)
         return {
-            "errors": weighted(jnp.square(errors), by_value).sum(0),
+            "errors": moments(errors, by_value),
             "targets": moments(jnp.asarray(targets).astype(errors.dtype), by_value),
             "n": (by_value != 0).reshape(len(by_value), -1).any(-1).sum(),
         }
 
     def compute(sums: Sums) -> ArrayLike:
-        errors, spreads = np.asarray(sums["errors"], np.float64), spread(sums["targets"])
+        errors, spreads = squares(sums["errors"]), spread(sums["targets"])
         found = 1 - np.asarray(ratio(errors, spreads, np.where(errors == 0, 0.0, 1.0)))
         if num_regressors:
             n = int(sums["n"])

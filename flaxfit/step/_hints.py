@@ -87,18 +87,21 @@ def _own_name(loss: Any) -> str:
 
 
 def _of_look_ups(origins: Origins, paths: dict[int, str], inputs: PyTree) -> Iterator[str]:
-    """Whether an index has no row in an embedding."""
+    """Whether an index has no row of its own in an embedding."""
     leaves = flat(inputs)
     for look_up in sorted(origins.look_ups):
         indices: Any = leaves.get(paths.get(look_up.input, ""))
         if not _is_at_hand(indices) or not np.size(indices):
             continue
         lowest, highest = np.min(indices), np.max(indices)
-        if lowest < -look_up.n_rows or highest >= look_up.n_rows:
+        if lowest < 0 or highest >= look_up.n_rows:
+            advice = f"returns NaN for other indices. Give it {highest + 1:,} rows, or map"
+            if -look_up.n_rows <= lowest and highest < look_up.n_rows:
+                advice = "counts those below 0 from its end. Give what is missing its own row: map"
             yield (
                 f"the indices in input {paths[look_up.input]!r} go from {lowest:,} to "
                 f"{highest:,}, but an embedding of the model has {look_up.n_rows:,} rows and "
-                f"returns NaN for other indices. Give it {highest + 1:,} rows, or map the indices"
+                f"{advice} the indices"
             )
 
 

@@ -78,6 +78,12 @@ def _made_dense_by(leaf: ArrayLike) -> str | None:
 
 def to_numpy(leaf: ArrayLike) -> np.ndarray:
     """Converts to NumPy; columns of a table that differ in their types get a common one."""
+    if np.ma.is_masked(leaf):
+        raise TypeError(
+            "Cannot train on a masked array, whose masked values would count: fill them, "
+            "x.filled(0), or leave their rows out. Only the targets of a single output may be "
+            "masked, and have the weight 0 there; for several, give weights by output."
+        )
     try:
         array = np.asarray(leaf)
     except (TypeError, RuntimeError):  # Of torch: bfloat16, or with a gradient.

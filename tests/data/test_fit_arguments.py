@@ -280,6 +280,42 @@ def test_a_model_is_fitted_and_evaluated_on_each_form_alike(data):
     assert model.evaluate(*data) == pytest.approx(expected.evaluate(X, Y), rel=1e-6)
 
 
+def in_batches(x, y, w=None):
+    parts = slice(12), slice(12, 20)
+    return [tuple(each[part] for each in (x, y, w) if each is not None) for part in parts]
+
+
+@pytest.mark.parametrize("shape", [(20, 1), thorough((20, 3))])
+@pytest.mark.parametrize("form", [lambda *data: data, lambda *data: (in_batches(*data),)])
+def test_masked_targets_have_the_weight_0(form, shape):
+    y = np.broadcast_to(X.sum(1, keepdims=True), shape)
+    is_masked = np.random.default_rng(1).random(shape) < 0.4
+    is_masked[0] = False
+    masked = np.ma.array(np.where(is_masked, 1e20, y), mask=is_masked)
+    weights = np.float32(~is_masked).reshape(20, *shape[1:] * (shape[1] > 1))
+    found = []
+    for targets, w in (masked, None), (y, weights):
+        model, data = make_model(shape[1], "mse", ["mae"]), form(X, targets, w)
+        options = {"validation_data": data[0] if len(data) == 1 else data}
+        if len(data) == 3:
+            data, options["sample_weight"] = data[:2], w
+        history = model.fit(*data, **options, shuffle=None, verbose=0)
+        found.append((history["loss"], history["val_mae"]))
+    assert found[0] == found[1]
+
+
+def test_masked_inputs_and_masks_that_have_no_place_are_refused():
+    masked = np.ma.masked_greater(X, 1)
+    y = np.ma.masked_greater(X[:, 0], 1)
+    forms: Any = (masked, Y), ([(masked, Y)],), (X, (y, y)), ((X, Y, np.ma.masked_less(W, 1)),)
+    for data in forms:
+        with pytest.raises(TypeError, match="Cannot train on a masked array"):
+            make_model().fit(*data, verbose=0)
+    with pytest.raises(TypeError, match="Cannot train on a masked array"):
+        make_model().predict(masked)
+    assert normalize((np.ma.masked_greater(X, 99), Y)).inputs[0].shape == X.shape
+
+
 @pytest.mark.slow
 def test_a_list_of_targets_is_the_targets_of_several_outputs():
     class Two(nn.Module):

@@ -49,6 +49,16 @@ def test_a_loader_is_divided_by_the_shard_options_of_this_process():
     assert not as_stream(loader(OWN)).one_epoch().shared
 
 
+@pytest.mark.parametrize("is_random", [True, False])
+def test_that_a_random_order_repeats_is_said_at_the_second_epoch(is_random, capsys):
+    rows = ROWS.seed(0).shuffle() if is_random else ROWS
+    stream = as_stream(rows.batch(40), epochs=3)
+    batches = [next(stream).tolist()]
+    assert not capsys.readouterr().err
+    assert [*batches, *(each.tolist() for each in stream)] == 3 * batches
+    assert capsys.readouterr().err.count("one random order, which each epoch repeats") == is_random
+
+
 @pytest.mark.parametrize(
     "data",
     [

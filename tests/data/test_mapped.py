@@ -7,6 +7,7 @@ from marks import thorough
 
 from flaxfit.data import ArrayStream
 from flaxfit.data import _mapped as mapped
+from flaxfit.data._fit_arguments import prepare
 
 ROWS, WIDTH = 4000, 512
 
@@ -40,6 +41,18 @@ def test_mapped_arrays_are_narrowed_batch_by_batch(file, shuffle):
     order = np.random.default_rng((0, 0)).permutation(ROWS) if shuffle else np.arange(ROWS)
     assert batches.dtype == np.float32
     np.testing.assert_array_equal(batches[:, 0], order * WIDTH)
+
+
+def test_a_split_selects_rows_of_a_mapped_array_without_reading_them(file):
+    x, y = np.load(file, mmap_mode="r"), np.arange(ROWS)
+    training, validation = prepare(x, y, validation_split=0.25)
+    if sys.platform == "linux":
+        assert resident_kib(file) < 1000
+    for data, n in (training, 3000), (validation, 1000):
+        stream = ArrayStream(*data[:2], batch_size=64, shuffle=True)
+        rows, numbers = next(stream)
+        assert (stream.n_examples, rows.dtype, stream.resident) == (n, np.float32, False)
+        np.testing.assert_array_equal(rows, x[numbers])
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 import gc
 import itertools
+import sqlite3
 import threading
 import traceback
 
@@ -211,3 +212,26 @@ def test_a_source_may_write_each_batch_into_the_memory_of_the_one_before():
                 yield buffer
 
     assert [batch["x"].item() for batch in prefetch(Reusing(), 4)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("n_before", [0, 1, 3, 5])
+def test_one_thread_opens_reads_and_moves_each_pass(n_before, capsys):
+    def read():
+        database = sqlite3.connect(":memory:")  # Refuses other threads.
+        database.execute("create table numbers (x)")
+        database.executemany("insert into numbers values (?)", [(i,) for i in range(4)])
+        yield from database.execute("select x from numbers")
+
+    def stream(**options):
+        return prefetch(as_stream(read, epochs=2).passes(2, **options))
+
+    assert [x for (x,) in stream()] == [*range(4)] * 2
+    ahead = stream()
+    list(itertools.islice(ahead, n_before))
+    again = stream()
+    next(again)
+    again.set_state(ahead.get_state())
+    assert [x for (x,) in again] == ([*range(4)] * 2)[n_before:]
+    apart = stream(is_apart=True)
+    assert [[x for (x,) in apart] for _ in range(2)] == [[*range(4)]] * 2
+    ahead.close()

@@ -43,6 +43,31 @@ def test_crossentropy_and_its_gradient_are_those_of_optax(shape):
     np.testing.assert_allclose(gradient(losses.crossentropy), expected, rtol=1e-6, atol=1e-7)
 
 
+RULED_OUT = np.where(np.arange(10) == (LABELS[:, None] + 1) % 10, -np.inf, LOGITS)
+RULED_OUT = RULED_OUT.astype(np.float32)
+
+
+@pytest.mark.parametrize("loss", [losses.onehot_crossentropy, slow(losses.kl_divergence)])
+def test_a_class_that_is_ruled_out_does_not_count_in_one_hot_labels(loss):
+    def of(loss, labels):
+        return jax.jit(jax.value_and_grad(lambda x: loss(x, labels).sum()))(RULED_OUT)
+
+    for found, expected in zip(of(loss, ONEHOT), of(losses.crossentropy, LABELS), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert loss(np.float32([[0, -np.inf]]), np.float32([[0, 1]])) == np.inf
+
+
+@pytest.mark.parametrize(
+    "loss", [losses.binary_crossentropy, slow(losses.binary_focal_crossentropy)]
+)
+def test_infinite_scores_are_right_or_infinitely_wrong(loss):
+    scores, labels = np.float32([-np.inf, np.inf]), np.float32([0, 1])
+    values, pull = jax.vjp(lambda x: loss(x, labels), scores)
+    np.testing.assert_array_equal(values, 0)
+    np.testing.assert_array_equal(pull(np.ones_like(scores))[0], 0)
+    np.testing.assert_array_equal(losses.binary_crossentropy(-scores, labels), np.inf)
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
 def test_labels_that_are_out_of_range_are_no_class(dtype):
     labels = np.array([0, -1, 10, 9, -11], dtype)

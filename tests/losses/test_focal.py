@@ -23,6 +23,19 @@ def test_a_power_of_zero_is_the_crossentropy():
     np.testing.assert_allclose(focal, expected, rtol=1e-5)
 
 
+def test_a_class_that_is_ruled_out_does_not_count():
+    def of(logits, labels):
+        loss = losses.categorical_focal_crossentropy
+        return jax.jit(jax.value_and_grad(lambda x: loss(x, labels).sum()))(logits)
+
+    logits, labels = LOGITS[:3, :3], np.eye(3, dtype=np.float32)
+    value, gradient = of(logits, labels)
+    ruled_out = np.float32([[-np.inf]] * 3)
+    found, wider = of(np.c_[logits, ruled_out], np.c_[labels, np.zeros((3, 1))])
+    np.testing.assert_allclose(found, value, rtol=1e-6)
+    np.testing.assert_allclose(wider, np.c_[gradient, np.zeros((3, 1))], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.slow
 def test_classes_have_weights():
     balanced = losses.binary_focal_crossentropy(alpha=0.2, apply_class_balancing=True)

@@ -180,3 +180,51 @@ def test_a_class_that_wants_other_arguments_is_refused(clu, metrax):
             metric_of(metric_class).measure(logits, labels)
     with pytest.raises(ValueError, match="asks for the model output 'loss'"):
         metric_of(clu.Average.from_output("loss")).measure(logits, labels)
+
+
+def test_shapes_that_a_class_refuses_do_not_pass_by_broadcasting(metrax, digits):
+    logits, labels, _ = digits
+    for n in 16, 10:  # With as many rows as classes, the class itself would take them.
+        with pytest.raises(ValueError, match="Incompatible shapes for broadcasting"):
+            metric_of(metrax.Accuracy).measure(logits[:n], labels[:n])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Retrieved:
+    """The share of outputs that are nearest to their own targets, among those of a batch."""
+
+    total: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def from_model_output(cls, outputs, targets):
+        is_own = (outputs @ targets.T).argmax(1) == jnp.arange(len(outputs))
+        return cls(is_own.sum(), jnp.array(len(outputs)))
+
+    def merge(self, other):
+        return type(self)(self.total + other.total, self.count + other.count)
+
+    def compute(self):
+        return self.total / self.count
+
+
+def test_a_class_that_compares_examples_is_refused():
+    outputs, targets = np.random.default_rng(0).normal(size=(2, 8, 3)).astype(np.float32)
+    metric = metric_of(Retrieved)
+    with pytest.raises(ValueError, match="of a batch it gives another value than of its examples"):
+        metric.compute(jax.device_get(metric.measure(outputs, targets)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class MeanOfBatches(Retrieved):
+    @classmethod
+    def from_model_output(cls, outputs, targets):
+        return cls(jnp.mean(outputs), jnp.array(1))
+
+
+def test_a_mean_of_a_batch_is_that_of_its_examples(digits, measured):
+    logits, labels, weights = digits
+    value = measured(metric_of(MeanOfBatches), logits, labels, weights=weights)
+    assert value == pytest.approx(np.average(logits.mean(1), weights=weights), rel=1e-5)

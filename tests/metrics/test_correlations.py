@@ -40,6 +40,19 @@ def test_concordance_is_less_than_correlation_where_means_or_spreads_differ(meas
         assert measured(concordance, moved, TARGETS) < 0.5
 
 
+@pytest.mark.parametrize(("mean", "scale"), [(1e6, 1), slow(0, 1e-18), slow(0, 1e-25)])
+def test_no_digits_are_lost_far_from_zero_or_near_it(mean, scale):
+    outputs, targets = (np.float32(mean + scale * (x - 9.0)) for x in (OUTPUTS, TARGETS))
+    for metric in pearson, concordance, explained_variance:
+        expected = by_hand(metric.name, outputs, targets, WEIGHTS)
+        found = value_of(metric, outputs, targets, weights=WEIGHTS)
+        assert found == pytest.approx(expected, rel=1e-5)
+    for metric in pearson, concordance:
+        expected = by_hand(metric.name, outputs, targets, np.ones(40))
+        found = value_of(metric(axis=-1), outputs[None], targets[None])
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_constants_have_no_correlation():
     ones, numbers = np.ones(4, np.float32), np.arange(4, dtype=np.float32)

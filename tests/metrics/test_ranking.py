@@ -1,7 +1,10 @@
+import itertools
+
 import numpy as np
 import pytest
 from marks import slow
 from measuring import value_of
+from sklearn.metrics import ndcg_score
 
 from flaxfit.metrics import as_metrics, mrr, ndcg, precision_at_k, recall_at_k
 
@@ -52,6 +55,41 @@ def test_items_of_the_ignored_label_and_rows_of_them_alone_do_not_count(metric):
 
 def test_rows_of_an_ignored_number_do_not_count():
     assert value_of(mrr(ignore_label=-1), SCORES, np.array([-1, 2])) == pytest.approx(1 / 2)
+
+
+def over_all_orders(metric, scores, relevance):
+    """The mean over all orders of equal scores, each made strict by its order."""
+    orders = np.array(list(itertools.permutations(range(len(scores))))) / 100
+    each = np.float32(scores) + orders.astype(np.float32)
+    return value_of(metric, each, np.tile(np.float32(relevance), (len(orders), 1)))
+
+
+@pytest.mark.parametrize("name", ["mrr", slow("mrr@2"), "recall@2", slow("precision@3")])
+def test_equal_scores_count_as_all_their_orders_do(name):
+    (metric,) = as_metrics(name).values()
+    scores = np.float32([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0], [2, 1, 1, 1, 0]])
+    grades = np.float32([[0, 2, 0, 1, 0], [0, 0, 0, 1, 1], [0, 1, 1, 0, 1]])
+    expected = np.mean(
+        [over_all_orders(metric, *each) for each in zip(scores, grades, strict=True)]
+    )
+    assert value_of(metric, scores, grades) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("k", [None, slow(3)])
+def test_gains_of_equal_scores_are_those_of_scikit_learn(k):
+    generator = np.random.default_rng(0)
+    scores, grades = generator.integers(0, 3, (2, 20, 7)).astype(np.float32)
+    expected = ndcg_score(grades, scores, k=k, ignore_ties=False)
+    assert value_of(ndcg(k=k), scores, grades) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("metric", [ndcg, slow(recall_at_k)])
+def test_targets_below_zero_and_items_that_are_not_there_are_refused(metric):
+    for targets in -GRADES, np.array([0, 4]):
+        with pytest.raises(ValueError, match="targets below 0, or numbers of items that are not"):
+            value_of(metric, SCORES, targets)
+    weights = np.float32([0, 1])
+    assert value_of(metric, SCORES, GRADES * np.float32([[-1], [1]]), weights=weights) > 0
 
 
 def test_nothing_relevant_is_no_gain():

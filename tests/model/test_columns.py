@@ -150,3 +150,20 @@ def test_what_is_left_over_without_a_word_is_refused():
     ):
         with pytest.raises(ValueError, match="columns 'image', 'label', 'name'.*inputs='image'"):
             call(make_model())
+
+
+def test_a_frame_has_its_columns_taken_by_name_beside_others_of_text():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    x, y = X[:, 0], Y.astype(np.float32)
+    frame = pandas.DataFrame({"name": NAMES, "size": x, "label": y})
+    found = []
+    for data in {"name": NAMES, "size": x, "label": y}, frame:
+        scale = ff.modules.from_function(
+            lambda params, x: params["w"] * x, lambda key, x: {"w": jax.numpy.ones(())}
+        )
+        model = ff.Model(scale, optax.sgd(0.1), "mse", inputs="size", targets="label")
+        history = model.fit(data, validation_data=data, verbose=0)
+        found.append(
+            (history["val_loss"], model.evaluate(data), *model.predict(data), *model.predict(frame))
+        )
+    assert found[0] == found[1]

@@ -104,6 +104,8 @@ def test_an_index_without_a_row_is_named(apply):
     (hint,) = hints(apply, table, x=tokens)
     assert "go from 0 to 9" in hint and "has 6 rows" in hint and "Give it 10 rows" in hint
     assert not hints(apply, table, x=tokens % 6)
+    (hint,) = hints(apply, table, x=tokens % 6 - 1)  # Of pandas, -1 is a missing category.
+    assert "go from -1 to 4" in hint and "counts those below 0 from its end" in hint
 
 
 def convolve(variables, images):
