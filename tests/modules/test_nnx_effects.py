@@ -104,7 +104,9 @@ def test_writes_to_frozen_parameters_are_kept_as_by_hand(options):
     given = {"loss": "mse", "freeze": "target/.*", **options, **made}
     history = ff.Model(module, optax.sgd(0.1), **given).fit(BATCHES, verbose=0)
     np.testing.assert_allclose(history["loss"], [sum(losses) / 2], rtol=1e-6)
-    for own, other in zip(*(jax.tree.leaves(nnx.state(m)) for m in (module, expected)), strict=True):
+    for own, other in zip(
+        *(jax.tree.leaves(nnx.state(m)) for m in (module, expected)), strict=True
+    ):
         np.testing.assert_allclose(own, other, rtol=1e-6)
 
 
