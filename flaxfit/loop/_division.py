@@ -1,5 +1,6 @@
 """Division: whether batches may be divided and padded; proved by traces, or tried on a batch."""
 
+import functools
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
@@ -198,16 +199,18 @@ class Division(NamedTuple):
         axis = self.strategy.axis_name
         mapped = jax.jit(jax.vmap(self.run, (None, 0, None, None), axis_name=axis))
 
-        def together(state: PyTree, halves: Batch, seed: int) -> PyTree:
-            return mapped(state, halves, states, seed)
+        def together(state: PyTree, both: Batch, seed: int) -> PyTree:
+            return mapped(state, both, states, seed)
 
-        options = {"is_noisy": self.is_noisy, "draws": proof.draws}
+        halves = functools.partial(
+            try_halves, one, state, batch, is_noisy=self.is_noisy, draws=proof.draws
+        )
         mixed, changed = try_rows(one, state, batch), Difference()
         is_joint = proof.names_axis and self.n_parts == 1
         if is_joint:
-            changed = try_halves(one, state, batch, together=together, **options)
+            changed = halves(together=together)
         elif not mixed:
-            changed = try_halves(one, state, batch, **options)
+            changed = halves()
             mixed = changed.rows
         if mixed and not is_joint:
             changed = Difference(rows=mixed)
@@ -218,7 +221,7 @@ class Division(NamedTuple):
                 kept = {name: like(new[name], old[name]) for name in new if name in old}
                 return state.replace(model_state={**old, **kept})
 
-            chain = try_halves(one, state, batch, continued=continued, **options)
+            chain = halves(continued=continued)
             state_of_replicas = changed.state if self.n_replicas > 1 else ""
             changed = changed._replace(state=state_of_replicas, chained=chain.chained)
         return mixed, changed

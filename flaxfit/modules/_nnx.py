@@ -130,7 +130,7 @@ def from_nnx(
         streams = states.keyed(random, rngs)
         unused = states.counts(streams)
         module = filled(streams, copy=False)
-        before = effects.facts_of(module)
+        facts = effects.facts_of(module)
         outputs = run(module)
         used = states.counts(module)
         drawn = [stream for stream in used if used[stream] is not unused.get(stream)]
@@ -143,12 +143,12 @@ def from_nnx(
         updates = {} if mutable is False else states.variables_of(module, names)
         fresh = functools.partial(filled, streams)
         if in_filter(mutable, WRITTEN):
-            both = [tree.get("params", {}) for tree in (variables, updates)]
-            new = effects.written(module, *both, fresh, run)
+            before, after = (tree.get("params", {}) for tree in (variables, updates))
+            new = effects.written(module, before, after, fresh, run)
             updates |= {WRITTEN: new} if new else {}
         if train is not False and in_filter(mutable, "losses"):
             check_losses(names, states.collections_of(module))
-        effects.check_repeats(before, module, fresh, run, names)
+        effects.check_repeats(facts, module, fresh, run, names)
         if mutable is False:
             return outputs
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}

@@ -85,10 +85,13 @@ def not_added(names: Iterable[str], model_state: Mapping[str, PyTree]) -> dict[s
 
 def _updated(name: str, new: PyTree, old: PyTree) -> PyTree:
     if jax.tree.structure(new) != jax.tree.structure(old):
+        changed = ", ".join([*flat(new).keys() ^ flat(old).keys()][:5]) or "its containers"
         raise ValueError(
-            f"The collection {name!r} does not keep its structure: each step would add to what "
-            f"`sow` has left there. If it holds terms of the loss, Model(..., losses=[{name!r}]) "
-            "adds them, as it does those in 'losses'; else sow into 'intermediates'."
+            f"The collection {name!r} does not keep its structure: the call of the model adds or "
+            f"removes {changed}, by `sow` or by an assignment, and each step would do so again. "
+            "Create states in __init__ (Linen: setup). If they are terms of the loss, Model(..., "
+            f"losses=[{name!r}]) adds them, as it does those in 'losses'; else sow into "
+            "'intermediates'."
         )
     new = jax.tree.map(jnp.asarray, new)
     before = flat(old)

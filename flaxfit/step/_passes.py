@@ -67,7 +67,8 @@ def comparison_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Fu
     """As `pass_of`, for a batch whose inputs are the outputs of the model: losses and metrics."""
 
     def run(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
-        return Pass(_compared(task, batch.inputs, batch, with_losses))
+        outputs: Any = batch.inputs
+        return Pass(_compared(task, outputs, batch, with_losses))
 
     return run
 
@@ -163,7 +164,7 @@ def prove(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, fa
         *(FREE for _ in jax.tree.leaves((states, 0))),
     ]
     # Every result with what it may be.
-    wanted: Any = Pass((FREE, Kind(0)), (SUM,), (FREE,), (FREE,))
+    wanted = ((FREE, Kind(0)), (SUM,), (FREE,), (FREE,))
     allowed = [
         kinds for tree, kinds in zip(found, wanted, strict=True) for _ in jax.tree.leaves(tree)
     ]

@@ -358,7 +358,7 @@ def _scanned(pair: _Pair) -> list[Known]:
     n_before, n_carry = len(pair.operands) - n_over, len(pair.one.outvars) - n_stacked
     over = [_shifted(each, -1) for each in pair.operands[n_before:]]
     given = [*pair.operands[:n_before], *over]
-    found = kinds_of_results(*bodies, given, pair.n, pair.factor)
+    found = kinds_of_results(bodies[0], bodies[1], given, pair.n, pair.factor)
     carry = pair.operands[n_before - n_carry : n_before]
     # A sum of a step is one over the rows; what is added up over the steps is one, too.
     if None in given or found[:n_carry] != carry:

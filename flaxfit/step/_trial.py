@@ -208,12 +208,9 @@ def _is_key(x: Array) -> bool:
 
 def _widened(x: np.ndarray) -> np.ndarray:
     if np.issubdtype(x.dtype, np.complexfloating):
-        return np.stack([x.real, x.imag], -1)
-    return (
-        x.astype(np.float32)
-        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-        else x
-    )
+        return np.stack([np.real(x), np.imag(x)], -1)
+    is_short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(np.float32) if is_short else x
 
 
 def _arrays(tree: PyTree) -> list[np.ndarray]:

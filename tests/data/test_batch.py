@@ -77,6 +77,8 @@ def test_what_holds_no_arrays_is_refused(item):
 def test_scalars_and_too_many_parts_are_refused():
     with pytest.raises(TypeError, match=r"got the scalar 3\.0"):
         normalize((X, np.array(3.0)))
+    with pytest.raises(TypeError, match=r"got the scalar 0\.0\. Lists .* np\.asarray"):
+        normalize(([[0.0, 1.0]], X))
     with pytest.raises(TypeError, match="got 4 parts"):
         normalize((X, Y, W, W))
 

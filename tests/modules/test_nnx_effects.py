@@ -86,6 +86,7 @@ def by_hand():
     return [float(step(module, optimizer, x, y)) for x, y in BATCHES], module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -114,6 +115,7 @@ def fit(module, **options):
     return ff.Model(module, optax.sgd(0.1), "mse", **options).fit(BATCHES, verbose=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_writes_to_other_parameters_are_refused(is_eager):
     with pytest.raises(ValueError, match=r"writes target/kernel, which are trained.*nnx_step"):
@@ -157,6 +159,11 @@ def create_layer(module, x):
     return module.lazy(x)
 
 
+def create_unread(module, x):
+    module.unread = Count(x.mean())
+    return x
+
+
 def append(module, x):
     module.count.set_value(jnp.append(module.count[...], 1.0))
     return x
@@ -165,7 +172,7 @@ def append(module, x):
 def leave_scratch(module, x):
     module.calls = getattr(module, "calls", 0) + 1
     module.scratch = x + 1
-    module.last = Count(x.mean())
+    module.last = nnx.Cache(x.mean())
     return module.scratch - 1
 
 
@@ -177,6 +184,7 @@ def leave_scratch(module, x):
         (replace_count, r"sets self.count \(BatchStat\)"),
         (create_state, r"creates self.created \(Count\)"),
         (create_layer, "creates the parameters self.lazy.*call the module once"),
+        (create_unread, "adds or removes unread, by `sow` or by an assignment"),
         (append, r"changes the state Count/count from float32\[\] to float32\[2\]"),
     ],
 )
@@ -196,7 +204,7 @@ def test_it_is_refused_in_evaluation_and_in_steps_of_nnx_too():
 
     own = nnx_step(step, model=module)
     with pytest.raises(ValueError, match="self.made"):
-        next(ff.TrainLoop(own.init, ff.TrainTask(step=own, data=BATCHES), stdout=False))
+        next(ff.TrainLoop(own.init, ff.TrainTask(step=own, data=BATCHES), 0, stdout=False))
 
 
 def test_what_no_call_reads_does_no_harm():
