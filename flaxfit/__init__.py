@@ -19,6 +19,7 @@ from flaxfit.distributed._processes import process_index as process_index
 from flaxfit.loop._eval_loop import EvalLoop as EvalLoop
 from flaxfit.loop._train_loop import EndOfData as EndOfData
 from flaxfit.loop._train_loop import TrainLoop as TrainLoop
+from flaxfit.loop._update_statistics import update_statistics as update_statistics
 from flaxfit.model._model import Model as Model
 from flaxfit.state._checkpoint import Checkpoint as Checkpoint
 from flaxfit.state._train_state import InferenceState as InferenceState
@@ -61,6 +62,7 @@ __all__ = [
     "process_count",
     "process_index",
     "step_key",
+    "update_statistics",
 ]
 
 __version__ = "0.1.0"

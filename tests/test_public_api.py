@@ -42,6 +42,7 @@ PUBLIC = {
         "process_count",
         "process_index",
         "step_key",
+        "update_statistics",
     ),
     "flaxfit.callbacks": (
         "AverageWeights",

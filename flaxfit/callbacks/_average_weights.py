@@ -22,8 +22,9 @@ class AverageWeights:
     Stochastic weight averaging (Izmailov et al. 2018, arXiv:1803.05407): each checkpoint counts the
     same. Training, metrics and checkpoints use the last weights; the mean replaces them when
     training ends, for whatever reason. Running statistics, such as those of BatchNorm, are also
-    averaged; other values stay the last ones. Means are computed in float32 or better. A
-    `CheckpointFileWriter` saves them, so a resumed run ends with the same mean.
+    averaged, and `Model.update_statistics` recomputes them; other values stay the last ones. Means
+    are computed in float32 or better. A `CheckpointFileWriter` saves them, so a resumed run ends
+    with the same mean.
 
     >>> import numpy as np, optax
     >>> from flaxfit import TrainLoop, TrainTask

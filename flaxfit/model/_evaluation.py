@@ -15,9 +15,10 @@ from flaxfit.data._class_weights import ClassWeightedStream
 from flaxfit.data._fit_arguments import prepare, prepare_inputs
 from flaxfit.display._tracebacks import short_errors
 from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple
+from flaxfit.loop._update_statistics import update_statistics
 from flaxfit.model._pass_bar import PassBar
 from flaxfit.model._persistence import Persistence
-from flaxfit.model._streams import in_order
+from flaxfit.model._streams import in_order, training_stream
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._types import Data, PyTree
@@ -131,6 +132,31 @@ class Evaluation(Persistence):
             _notify(users, "on_predict_end", {})
             bar.finish({})
         return found
+
+    @short_errors
+    def update_statistics(self, x: Data, batch_size: int | None = None) -> None:
+        """Recomputes the statistics of BatchNorm in one pass; see `flaxfit.update_statistics`.
+
+        For averaged weights: after a `fit` with `AverageWeights`, or with `ema`.
+
+        >>> import numpy as np, optax
+        >>> from flax import linen as nn
+        >>> from flaxfit import Model
+        >>> model = Model(nn.BatchNorm(), optax.sgd(0.1), "mse")
+        >>> model.update_statistics(np.float32([[1.0], [3.0]]))
+        >>> np.round(model.state.model_state["batch_stats"]["mean"], 3)
+        Array([2.], dtype=float32)
+
+        Args:
+          x, batch_size: as in `predict`, best the training data: arrays are shuffled.
+        """
+        self._follow_module()
+        inputs = prepare_inputs(self._trainer.task.roles.inputs_of_data_set(x))
+        options = {"shuffle": None, "epochs": 1, "steps_per_epoch": None, "n_before": 0}
+        seed, task = self._trainer.starting_point.seed, self._trainer.task
+        stream = training_stream(inputs, batch_size=batch_size, seed=seed, **options)
+        data = self._trainer.begin_with(stream)
+        self.state = update_statistics(task, self.state, data, strategy=self.strategy)
 
     @short_errors
     def predictions(

@@ -23,7 +23,7 @@ ADAM = OptimizerDef(optax.adam, learning_rate=0.1)
 def unfrozen(optimizer, state, params, freeze, **options):
     """The optimizer and its state after a change of what is frozen."""
     new = extend(optimizer, freeze=freeze, late=late_of(optimizer), **options)
-    state, late = carry_state(state, new, params)
+    state, late = carry_state(state, new, params, {})
     return with_late(new, late), state
 
 

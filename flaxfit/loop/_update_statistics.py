@@ -1,0 +1,95 @@
+"""update_statistics: batch statistics of given parameters, from one pass over data."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from flaxfit.data import one_pass
+from flaxfit.data._stream import pass_length
+from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.state._train_state import TrainState
+from flaxfit.step._model_call import apply_model
+from flaxfit.step._random import rngs_of, step_key
+from flaxfit.strategies import DataParallel
+from flaxfit.strategies._strategy import Strategy
+from flaxfit.task._task import TrainTask, averaged_by
+from flaxfit.tree._types import Array, Data, PyTree
+
+
+def update_statistics(
+    task: TrainTask,
+    state: TrainState,
+    data: Data = None,
+    *,
+    n_steps: int | None = None,
+    strategy: Strategy | None = None,
+) -> TrainState:
+    """Recomputes the statistics of BatchNorm for parameters that no step was taken with.
+
+    Averages of parameters, as of `AverageWeights`, have activations that running statistics never
+    saw. Each batch of one pass is normalized as in training; the new statistics, the collection
+    "batch_stats", are the mean of those of the batches. With `ema`, the parameters and the
+    statistics are those of the average.
+
+    >>> import flax.linen as nn, numpy as np, optax
+    >>> x = np.float32([[1.0], [3.0]])
+    >>> task = TrainTask(nn.BatchNorm(), optax.sgd(0.1), "mse", (x, x))
+    >>> state = TrainState.create(task.optimizer, nn.BatchNorm(True).init(jax.random.key(0), x))
+    >>> state = update_statistics(task, state)
+    >>> np.round(state.model_state["batch_stats"]["mean"], 3)
+    Array([2.], dtype=float32)
+
+    Args:
+      task: the task that trained the parameters.
+      state: the state; it is not changed.
+      data: the data, with or without targets; None: that of the task.
+      n_steps: the number of batches; None: one pass.
+      strategy: where to compute, if it is `Sharded`; else one device sees whole batches.
+
+    Raises:
+      ValueError: the model has no such statistics, or the data repeats forever.
+    """
+    if "batch_stats" not in state.model_state:
+        raise ValueError("The model has no collection 'batch_stats' to update.")
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
+        def after(statistics: PyTree) -> PyTree:
+            model_state = {**state.model_state, "batch_stats": statistics}
+            rngs = rngs_of(task.rngs, step_key(state.key, state.step, 0))
+            return apply_model(task, state.params, model_state, batch, rngs)[1]["batch_stats"]
+
+        old = state.model_state["batch_stats"]
+        low = after(jax.tree.map(jnp.zeros_like, old))
+        start = jax.tree.map(lambda x: (1 + 100 * abs(x)).astype(x.dtype), low)
+        mean = jax.tree.map(lambda *each: _mean(state.step, *each), old, low, start, after(start))
+        return state.replace(model_state={**state.model_state, "batch_stats": mean}), {}
+
+    if jax.process_count() == 1 and isinstance(strategy, DataParallel | None):
+        strategy = DataParallel(jax.local_devices()[:1])
+    stream = one_pass(task.roles.of_data_set(task.data if data is None else data))
+    if n_steps is None:
+        pass_length(stream, "Pass n_steps.")
+    own = averaged_by(task, state)
+    begin = TrainState(jnp.int32(0), own.params, (), own.model_state, own.key)
+    roles = {"inputs": task.inputs, "targets": task.targets, "weights": task.weights}
+    job = TrainTask(step=step, data=itertools.islice(stream, n_steps), **roles)
+    loop = TrainLoop(begin, job, strategy=strategy, n_steps_per_checkpoint=2**30, stdout=False)
+    list(loop)
+    found = {"batch_stats": loop.state.model_state["batch_stats"]}
+    if getattr(state.opt_state, "statistics", ()):
+        kept = state.opt_state._replace(statistics={"model_state": found})
+        return state.replace(opt_state=kept)
+    return state.replace(model_state={**state.model_state, **found})
+
+
+def _mean(n: Array, old: Array, low: Array, start: Array, high: Array) -> Array:
+    """The mean of n + 1 batches, from that of n and what a batch makes of 0 and of `start`.
+
+    `new = momentum * old + (1 - momentum) * batch`, of a momentum that is not known.
+    """
+    if not jnp.issubdtype(old.dtype, jnp.inexact):
+        return high
+    momentum = (high - low) / start
+    batch = jnp.where(momentum < 1, low / (1 - momentum), old)
+    return old + (batch - old) / (n + 1)
