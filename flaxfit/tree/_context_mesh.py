@@ -9,8 +9,7 @@ from jax.sharding import Mesh
 
 _NO_MESH = Mesh(np.empty((), object), ())
 _GUARDS = [
-    f"jax_transfer_guard_{way}"
-    for way in ("host_to_device", "device_to_device", "device_to_host")
+    f"jax_transfer_guard_{way}" for way in ("host_to_device", "device_to_device", "device_to_host")
 ]
 
 
