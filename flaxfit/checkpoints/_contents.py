@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 from flaxfit.checkpoints import _orbax
-from flaxfit.checkpoints._digest import as_digests, digests_or_sources
 from flaxfit.checkpoints._environment import environment, versions
 from flaxfit.checkpoints._record import FORMAT, Record, as_plain_json, read_record
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.checkpoints._tree import describe, is_key, key_description, leaves_of
 from flaxfit.data._position import joined_position
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._digest import as_digests, digests_or_sources
 from flaxfit.tree._types import Array, Json, PyTree
 
 CALLBACKS, COMPANIONS = "callbacks", "companions"

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 from flaxfit.checkpoints import _orbax, _seal
 from flaxfit.checkpoints._compare import check_fits, choose, path_in_state
 from flaxfit.checkpoints._contents import CALLBACKS, COMPANIONS, own_path
-from flaxfit.checkpoints._digest import digests
 from flaxfit.checkpoints._environment import changes
 from flaxfit.checkpoints._record import Record, first_line, read_record
 from flaxfit.checkpoints._seal import Damaged
@@ -32,6 +31,7 @@ from flaxfit.display import say
 from flaxfit.distributed._processes import from_main
 from flaxfit.state._template import TemplateOf
 from flaxfit.state._train_state import InferenceState, TrainState
+from flaxfit.tree._digest import digests
 from flaxfit.tree._put import sharding_of
 from flaxfit.tree._types import Array, ArrayLike, Json, PyTree
 

@@ -4,17 +4,17 @@ import zlib
 from collections.abc import Hashable, Iterable, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.checkpoints._digest import digests
-from flaxfit.checkpoints._tree import is_key
 from flaxfit.data._batch import Batch
 from flaxfit.data._position import position_text
 from flaxfit.display import plural
 from flaxfit.distributed._processes import agree, exchange
 from flaxfit.strategies import Strategy
+from flaxfit.tree._digest import digests_or_sources
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Json, PyTree
+from flaxfit.tree._types import Array, Json, PyTree
 
 _SLOW_SECONDS = 600.0
 _MOST_NAMED = 3
@@ -68,7 +68,7 @@ class Consistency:
         """Checks that all are at the same checkpoint, by the same programs, in the same state."""
         if self.is_needed:
             self._say(f"a checkpoint at step {step:,}, by programs of the sum {self._stepped:08x}")
-            sums = digests(_own_copies(state))
+            sums = _sums(state)
             self._compare("the state", {f"{x} after step {step:,}": sums[x] for x in sums})
 
     def stop(self, wanted: bool) -> bool:
@@ -97,16 +97,27 @@ class Consistency:
         agree("what comes next", what, seconds=_SLOW_SECONDS if is_slow else None)
 
 
-def _own_copies(state: PyTree) -> dict[str, jax.Array]:
-    """The arrays of a state of which each process has a copy, by path."""
+def _sums(state: PyTree) -> dict[str, str]:
+    """Checksums of the arrays of a state of which each process has a copy, by path."""
     own = {path: x.addressable_data(0) for path, x in flat(state).items() if x.is_fully_replicated}
-    return {path: jax.random.key_data(x) if is_key(x) else x for path, x in own.items()}
+    found = digests_or_sources({path: _words(x) for path, x in own.items()})
+    # On a CPU that is their memory, for which no program is compiled.
+    return {path: x if isinstance(x, str) else _crc(x) for path, x in found.items()}
+
+
+def _crc(array: np.ndarray) -> str:
+    return f"{zlib.crc32(array.tobytes()):08x}"
+
+
+def _words(leaf: Array) -> Array:
+    """A leaf as numbers, of which a typed random key is made."""
+    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
 
 
 def _checksum(state: PyTree) -> int:
     total = 0
     for leaf in jax.tree.leaves(state):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-            array = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-            total = zlib.crc32(array.tobytes(), total)
+            total = zlib.crc32(np.asarray(_words(leaf)).tobytes(), total)
     return total

@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
-from flaxfit.display import say
+import jax
+
+from flaxfit.display import say, start_lines
 from flaxfit.display._tracebacks import short_errors
 from flaxfit.loop._access import by_one_thread
 from flaxfit.loop._callback_list import CallbackList
@@ -247,6 +249,16 @@ class TrainLoop(Checkpointing):
         """
         if self._is_at_start and self._not_taken_over:
             self.say(f"from {self.start.path}: {'; '.join(self._not_taken_over)}")
+        if self._is_at_start and self.epoch_number is None:  # `fit` says it with its data.
+            n_params = sum(leaf.size for leaf in jax.tree.leaves(self.state_in_place.params))
+            devices = self.strategy.devices
+            line, *_ = start_lines(
+                "training",
+                n_params=n_params,
+                n_devices=len(devices),
+                platform=devices[0].platform,
+            )
+            self.say(line)
         self._is_at_start = False
         stepper, before = self._stepper, self._phase
         stepper.companions.refresh()

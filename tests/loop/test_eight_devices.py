@@ -9,7 +9,7 @@ from marks import thorough
 
 TESTS = Path(__file__).parents[1]
 PATTERNS = {
-    "checkpoints/test_digest.py": "shard",
+    "tree/test_digest.py": "shard",
     "importers/test_placement.py": "",
     "loop/test_exact.py": "-8",
     "strategies/test_sharded.py": "fifty_steps or any_number or each_device or born",
@@ -18,7 +18,7 @@ PATTERNS = {
     "step/test_whole_batch.py": "contrastive and values and (data or fsdp)",
 }
 USUAL = PATTERNS | {
-    "checkpoints/test_digest.py": "does_not_depend_on_the_sharding",
+    "tree/test_digest.py": "does_not_depend_on_the_sharding",
     "loop/test_exact.py": "numbers-8",
     "strategies/test_sharded.py": "fifty_steps or any_number or each_device",
     "step/test_strategy_invariance.py": "uneven_rest and contrastive and data-parallel",

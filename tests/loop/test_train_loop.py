@@ -77,6 +77,17 @@ def test_silence_on_request(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_the_first_line_names_parameters_and_devices_once(capsys):
+    loop = make_loop(n_steps=2, stdout=True)
+    assert [c.step for c in loop] == [1, 2]
+    first, *others = capsys.readouterr().err.splitlines()
+    n_params = sum(leaf.size for leaf in jax.tree.leaves(loop.state.params))
+    devices = loop.strategy.devices
+    kind = f"{devices[0].platform} device{'s' * (len(devices) > 1)}"
+    assert first == f"flaxfit  training · {n_params} params · {len(devices)} {kind}"
+    assert not [line for line in others if "params" in line]
+
+
 def test_n_steps_and_the_spacing_can_be_set_while_iterating():
     loop, steps = make_loop(n_steps=100, n_steps_per_checkpoint=10), []
     for checkpoint in loop:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxfit.checkpoints import _digest
-from flaxfit.checkpoints._digest import digest, digests
+from flaxfit.tree import _digest
+from flaxfit.tree._digest import digest, digests
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "int4", "complex64"]
 
