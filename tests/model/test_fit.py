@@ -9,6 +9,7 @@ from flax import linen as nn
 from marks import thorough
 
 import flaxfit as ff
+from flaxfit.model._streams import training_stream
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
@@ -420,3 +421,18 @@ def test_a_checkpoint_of_fit_has_the_number_of_its_epoch():
         callbacks=lambda each: epochs.append(each.epoch),
     )
     assert epochs == [0, 3, 4] and history.epoch == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "shuffle", "is_said"),
+    [
+        ((X, np.eye(20)), None, True),
+        ((X, np.eye(20)), False, False),
+        ((X, X), None, False),
+        ((np.eye(20), X), None, False),
+    ],
+)
+def test_that_the_columns_of_a_square_second_input_stay_is_said(inputs, shuffle, is_said, capsys):
+    options = {"batch_size": 20, "epochs": 1, "steps_per_epoch": None}
+    training_stream((inputs, Y, None), shuffle=shuffle, seed=0, n_before=0, **options)
+    assert ("pass shuffle=False" in capsys.readouterr().err) == is_said
