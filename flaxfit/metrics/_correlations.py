@@ -31,7 +31,7 @@ explained_variance = _explained_variance()
 """One minus the variance of the errors over that of the targets, averaged over several outputs."""
 
 
-def _correlation(name: str, of_spreads: Function, of_rows: Function) -> Metric:
+def _correlation(name: str, of_spreads: Function) -> Metric:
     """Makes a correlation over the examples, or along an axis of each example."""
 
     def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
@@ -56,38 +56,25 @@ def _correlation(name: str, of_spreads: Function, of_rows: Function) -> Metric:
             away = [each - each.mean(-1, keepdims=True) for each in rows]
             # The first mean is rounded to the digits of the numbers.
             away = [each - each.mean(-1, keepdims=True) for each in away]
-            return of_rows(*away, (rows[0] - rows[1]).mean(-1))
+            apart = (rows[0] - rows[1]).mean(-1, keepdims=True) + jnp.zeros_like(rows[0])
+            numbers = jnp.stack([*away, apart])
+            one, other, apart = numbers / jnp.abs(numbers).max((0, -1))[..., None]
+            pairs = (one, other), (one, one), (other, other), (apart, apart)
+            top, bottom = of_spreads(*((a * b).mean(-1) for a, b in pairs))
+            return top / bottom
 
         return dataclasses.replace(mean(values, name=name), mode="max", configure=configure)
 
     return configure()
 
 
-def _pearson_of_rows(one: Array, other: Array, _: Array) -> Array:
-    one, other = (each / jnp.abs(each).max(-1, keepdims=True) for each in (one, other))
-    squares = jnp.square(one).sum(-1) * jnp.square(other).sum(-1)
-    return (one * other).sum(-1) / jnp.sqrt(squares)
-
-
-def _concordance_of_rows(one: Array, other: Array, apart: Array) -> Array:
-    numbers = jnp.concatenate([one, other, apart[..., None]], -1)
-    numbers = numbers / jnp.abs(numbers).max(-1, keepdims=True)
-    one, other = numbers[..., : one.shape[-1]], numbers[..., one.shape[-1] : -1]
-    squares = jnp.square(one).mean(-1) + jnp.square(other).mean(-1)
-    return 2 * (one * other).mean(-1) / (squares + jnp.square(numbers[..., -1]))
-
-
-pearson = _correlation(
-    "pearson", lambda both, a, b, _: (both, np.sqrt(a) * np.sqrt(b)), _pearson_of_rows
-)
+pearson = _correlation("pearson", lambda both, a, b, _: (both, a**0.5 * b**0.5))
 """The correlation of outputs and targets, averaged over several outputs; NaN of a constant.
 
 With `axis=-1`, as in Keras, it is that of each example along this axis, and their mean.
 """
 
-concordance = _correlation(
-    "concordance", lambda both, a, b, apart: (2 * both, a + b + apart), _concordance_of_rows
-)
+concordance = _correlation("concordance", lambda both, a, b, apart: (2 * both, a + b + apart))
 """The correlation times how far the means and the spreads agree (Lin 1989); NaN of two constants.
 
 It is 1 only where outputs equal targets. Averaged over several outputs; with `axis=-1`, as in

@@ -15,8 +15,6 @@ from flaxfit.tree._types import ArrayLike
 # holds whole multiples of its unit, which add without rounding.
 _WINDOW = 8
 _UNITS = tuple(2.0**e for e in range(-120, 128, _WINDOW))
-
-
 # Squares of tiny numbers are not representable: a batch of these is scaled, and added apart.
 _TINY, _SCALE = 2.0**-40, 2.0**64
 
@@ -26,29 +24,23 @@ def moments(values: jax.Array, weights: jax.Array, others: jax.Array | None = No
 
     The products are squares if there are no others. Values whose weight is 0 are ignored.
     """
-    pair = (values, values if others is None else others)
-    largest = [jnp.where(weights != 0, jnp.abs(each), 0).max(0) for each in pair]
-    is_tiny = jnp.maximum(*largest) < _TINY
-    weight, factor = weights.sum(0), jnp.where(is_tiny, _SCALE, 1).astype(weights.dtype)
-    centers, differences, firsts = [], [], []
-    for each in (each * factor for each in pair):
-        center = jnp.take_along_axis(each, weights.argmax(0)[None], 0)[0]
-        mean = weighted(each - center, weights).sum(0) / jnp.where(weight > 0, weight, 1)
-        centers.append(jnp.where(weight > 0, center + mean, 0))  # Of equal ones, exactly those.
-        differences.append(each - centers[-1])
-        firsts.append(weighted(differences[-1], weights).sum(0))
+    pair = jnp.stack([values, values if others is None else others])
+    is_tiny = jnp.where(weights != 0, jnp.abs(pair), 0).max((0, 1)) < _TINY
+    weight, pair = weights.sum(0), pair * jnp.where(is_tiny, _SCALE, 1).astype(pair.dtype)
+    center = jnp.take_along_axis(pair, weights.argmax(0)[None, None], 1)
+    mean = weighted(pair - center, weights).sum(1, keepdims=True)
+    center += mean / jnp.where(weight > 0, weight, 1)  # Of equal values, exactly the value.
+    center = jnp.where(weight > 0, center, 0)
+    away = pair - center
+    (a, b), (one, other) = center[:, 0], weighted(away, weights).sum(1)
+    products = _product(a, other), _product(b, one)
     found = jnp.stack(
         [
             _windows(_product(weight)),
-            *(
-                _windows(_product(weight, center), _product(first))
-                for center, first in zip(centers, firsts, strict=True)
-            ),
+            _windows(_product(weight, a), _product(one)),
+            _windows(_product(weight, b), _product(other)),
             _windows(
-                _product(weight, *centers),
-                _product(centers[0], firsts[1]),
-                _product(centers[1], firsts[0]),
-                _product(weighted(differences[0] * differences[1], weights).sum(0)),
+                _product(weight, a, b), *products, _product(weighted(away.prod(0), weights).sum(0))
             ),
         ]
     )

@@ -4,6 +4,9 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
 from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import ArrayStream, DataStream, as_stream, prefetch
 from flaxfit.data._class_weights import BALANCED, ClassWeightedStream, balanced_by_pass
@@ -11,6 +14,7 @@ from flaxfit.data._indexed_batches import is_indexed
 from flaxfit.data._libraries import is_hugging_face, regular_size
 from flaxfit.data._roles import NO_ROLES
 from flaxfit.data._stream import is_read_once, pass_length
+from flaxfit.display import say
 from flaxfit.loop._local_rows import knows_rows
 from flaxfit.tree._types import Data, PyTree
 
@@ -64,6 +68,12 @@ def _passes(
 ) -> DataStream:
     if isinstance(data, tuple):
         size, shuffle = regular_size(batch_size), shuffle is not False
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data[0])]
+        if shuffle and any(shape[:2] == 2 * shape[:1] for shape in shapes[1:]):
+            say(
+                "the rows of all inputs are shuffled, but not the columns of one that is square: "
+                "if it relates the rows to each other, as adjacency does, pass shuffle=False"
+            )
         stream = ArrayStream(*data, batch_size=size, shuffle=shuffle, seed=seed)
         stream.epoch = n_before
         return stream
