@@ -424,7 +424,6 @@ def test_a_checkpoint_of_fit_has_the_number_of_its_epoch():
     assert epochs == [0, 3, 4] and history.epoch == [3, 4]
 
 
-<<<<<<< HEAD
 def test_a_second_thread_in_fit_is_refused_and_the_first_goes_on():
     model, x = make_model(), X[:8]
 
@@ -437,7 +436,8 @@ def test_a_second_thread_in_fit_is_refused_and_the_first_goes_on():
         assert len(model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[call])["loss"]) == 2
         other.submit(model.fit, x, x[:, :1], verbose=0).result()
     assert model.step == 3
-=======
+
+
 @pytest.mark.parametrize(
     ("inputs", "shuffle", "is_said"),
     [
@@ -451,4 +451,3 @@ def test_that_the_columns_of_a_square_second_input_stay_is_said(inputs, shuffle,
     options = {"batch_size": 20, "epochs": 1, "steps_per_epoch": None}
     training_stream((inputs, Y, None), shuffle=shuffle, seed=0, n_before=0, **options)
     assert ("pass shuffle=False" in capsys.readouterr().err) == is_said
->>>>>>> data
