@@ -96,7 +96,7 @@ def by_hand():
         {"run_eagerly": True, "accumulate": 2, "strategy": "one device"},
         {"loss": None, "objective": lambda f, b, r: (f(*b.inputs) - b.targets[0])[:, 0] ** 2},
     ],
-    ids=str,
+    ids=lambda options: " ".join(k if callable(v) else f"{k}={v}" for k, v in options.items()),
 )
 def test_writes_to_frozen_parameters_are_kept_as_by_hand(options):
     made = {"strategy": strategies(4)[options["strategy"]]()} if "strategy" in options else {}
