@@ -93,9 +93,7 @@ def kinds_of_results(
         for variable, kind, shapes in zip(x.outvars, found, _shapes(x, y), strict=True):
             # What a rule says of the axis has to be what the shapes say.
             axes = [] if kind is None or kind.axis is None else [kind.axis]
-            known[variable] = (
-                kind if kind is not None and _differing(*shapes, factor) == axes else None
-            )
+            known[variable] = kind if kind and _differing(*shapes, factor) == axes else None
     return [of(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
 
 
@@ -163,8 +161,9 @@ def _results(pair: _Pair) -> list[Known]:
         return pair.all(Kind(pair.axis) if pair.agree() and not is_along else None)
     if name == "dot_general" and _is_sum_of_products(pair):
         return pair.all(SUM)
-    rule = _RULES.get(name)
-    return pair.all(Kind(pair.axis) if rule is not None and rule(pair) else None)
+    rule, axis = _RULES.get(name), pair.axis
+    is_apart = rule is not None and axis is not None and rule(pair, axis)
+    return pair.all(Kind(axis) if is_apart else None)
 
 
 def _differ(pair: _Pair) -> list[bool]:
@@ -187,33 +186,31 @@ def _is_linear(pair: _Pair) -> bool:
     return is_all and pair.name in _ADDITIVE
 
 
-def _broadcast(pair: _Pair) -> bool:
-    (kind, *_), axis = pair.operands, pair.axis
-    to = pair.one.params["broadcast_dimensions"]
-    if not pair.agree("broadcast_dimensions") or axis is None:
-        return False
-    return kind == FREE or kind.axis is not None and to[kind.axis] == axis
+def _broadcast(pair: _Pair, axis: int) -> bool:
+    (kind, *_), to = pair.operands, pair.one.params["broadcast_dimensions"]
+    is_apart = kind == FREE or to[kind.axis] == axis
+    return is_apart and pair.agree("broadcast_dimensions")
 
 
-def _reshaped(pair: _Pair) -> bool:
+def _reshaped(pair: _Pair, axis: int) -> bool:
     """The rows stay in order: as many elements before their axis, and whole rows along it."""
     old, new = _shape(pair.one.invars[0]), _shape(pair.one.outvars[0])
-    (kind, *_), axis = pair.operands, pair.axis
-    if kind.axis is None or axis is None or pair.one.params.get("dimensions") is not None:
+    (kind, *_) = pair.operands
+    if kind.axis is None or pair.one.params.get("dimensions") is not None:
         return False
     # The rows are the outermost part of the axis, before as after, and none are joined.
     return math.prod(old[: kind.axis]) == math.prod(new[:axis]) and new[axis] % pair.n == 0
 
 
-def _transposed(pair: _Pair) -> bool:
+def _transposed(pair: _Pair, axis: int) -> bool:
     order = pair.one.params["permutation"]
-    return pair.agree() and order[pair.axis] == pair.operands[0].axis
+    return pair.agree() and order[axis] == pair.operands[0].axis
 
 
-def _multiplied(pair: _Pair) -> bool:
+def _multiplied(pair: _Pair, axis: int) -> bool:
     names = "dimension_numbers", "precision", "preferred_element_type"
-    (contracted, batched), axis = pair.one.params["dimension_numbers"], pair.axis
-    if not pair.agree(*names) or axis is None:
+    (contracted, batched) = pair.one.params["dimension_numbers"]
+    if not pair.agree(*names):
         return False
     before = len(batched[0])
     is_batched = [kind.axis in beside for kind, beside in zip(pair.operands, batched, strict=True)]
@@ -238,14 +235,14 @@ def _is_sum_of_products(pair: _Pair) -> bool:
     return are_summed and pair.agree(*names)
 
 
-def _convolved(pair: _Pair) -> bool:
+def _convolved(pair: _Pair, axis: int) -> bool:
     numbers, (images, kernel) = pair.one.params["dimension_numbers"], pair.operands
     is_alone = pair.one.params["batch_group_count"] == 1
-    is_batch = images.axis == numbers.lhs_spec[0] and pair.axis == numbers.out_spec[0]
+    is_batch = images.axis == numbers.lhs_spec[0] and axis == numbers.out_spec[0]
     return kernel == FREE and is_batch and is_alone and pair.agree(*_CONVOLUTION)
 
 
-def _pooled(pair: _Pair) -> bool:
+def _pooled(pair: _Pair, axis: int) -> bool:
     names = "window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation"
     (kind, *_), params = pair.operands, pair.one.params
     if kind.axis is None or not pair.agree(*names):
@@ -254,10 +251,10 @@ def _pooled(pair: _Pair) -> bool:
     return sizes == [1] * 4 and tuple(params["padding"][kind.axis]) == (0, 0)
 
 
-def _sliced(pair: _Pair) -> bool:
+def _sliced(pair: _Pair, axis: int) -> bool:
     """A slice of other axes: the row axis stays whole, and nothing else depends on its size."""
-    axis, (one, two) = pair.axis, (each.params for each in (pair.one, pair.two))
-    if axis is None or axis != pair.operands[0].axis:
+    one, two = (each.params for each in (pair.one, pair.two))
+    if axis != pair.operands[0].axis:
         return False
     strides = one["strides"] or (1,) * len(one["start_indices"])
     return (
@@ -269,27 +266,15 @@ def _sliced(pair: _Pair) -> bool:
     )
 
 
-def _windowed(pair: _Pair) -> bool:
-    """A dynamic slice, or the update of one, over the whole row axis."""
-    (kind, *rest), axis = pair.operands, pair.axis
-    shapes = [(_shape(each.invars[0]), _shape(each.outvars[0])) for each in (pair.one, pair.two)]
-    if axis is None or kind.axis != axis or any(a[axis] != b[axis] for a, b in shapes):
-        return False
-    if pair.name == "dynamic_slice":
-        return all(each == FREE for each in rest)
-    update, *starts = rest
+def _windowed(pair: _Pair, axis: int) -> bool:
+    """A dynamic slice over the whole row axis."""
+    kind, *starts = pair.operands
     both = pair.one, pair.two
-    whole = [_shape(each.invars[1])[axis] == _shape(each.outvars[0])[axis] for each in both]
-    return update.axis == axis and all(whole) and all(each == FREE for each in starts)
+    is_whole = [_shape(each.invars[0])[axis] == _shape(each.outvars[0])[axis] for each in both]
+    return kind.axis == axis and all(is_whole) and all(each == FREE for each in starts)
 
 
-def _padded(pair: _Pair) -> bool:
-    (kind, value), config = pair.operands, pair.one.params["padding_config"]
-    is_whole = kind.axis is not None and tuple(config[kind.axis]) == (0, 0, 0)
-    return value == FREE and is_whole and pair.agree()
-
-
-def _gathered(pair: _Pair) -> bool:
+def _gathered(pair: _Pair, axis: int) -> bool:
     """Rows read from a table by indices in them, or in each row, or whole rows read alike."""
     numbers, (array, indices) = pair.one.params["dimension_numbers"], pair.operands
     names = "dimension_numbers", "mode", "fill_value", "indices_are_sorted", "unique_indices"
@@ -304,7 +289,7 @@ def _gathered(pair: _Pair) -> bool:
     last = len(_shape(pair.one.invars[1])) - 1
     n_axes = len(_shape(pair.one.outvars[0]))
     places = [axis for axis in range(n_axes) if axis not in numbers.offset_dims]
-    is_along = indices.axis < last and places[indices.axis] == pair.axis and sizes[0] == sizes[1]
+    is_along = indices.axis < last and places[indices.axis] == axis and sizes[0] == sizes[1]
     if array.axis is None:
         return is_along
     beside = dict(
@@ -313,23 +298,15 @@ def _gathered(pair: _Pair) -> bool:
     return is_along and beside.get(array.axis) == indices.axis
 
 
-def _counted(pair: _Pair) -> bool:
+def _counted(pair: _Pair, axis: int) -> bool:
     """Numbers along another axis than that of the rows."""
-    return pair.agree("dimension", "dtype") and pair.axis not in (
-        None,
-        pair.one.params["dimension"],
-    )
+    return pair.agree("dimension", "dtype") and pair.one.params["dimension"] != axis
 
 
-def _best(pair: _Pair) -> bool:
-    along = pair.one.params.get("axis", len(_shape(pair.one.invars[0])) - 1)
-    return pair.agree() and along % len(_shape(pair.one.invars[0])) not in pair.axes
-
-
-_RULES: dict[str, Callable[[_Pair], bool]] = {
+_RULES: dict[str, Callable[[_Pair, int], bool]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshaped,
-    "squeeze": lambda pair: pair.agree(),
+    "squeeze": lambda pair, axis: pair.agree(),
     "transpose": _transposed,
     "dot_general": _multiplied,
     "conv_general_dilated": _convolved,
@@ -338,11 +315,8 @@ _RULES: dict[str, Callable[[_Pair], bool]] = {
     "reduce_window_sum": _pooled,
     "slice": _sliced,
     "dynamic_slice": _windowed,
-    "dynamic_update_slice": _windowed,
-    "pad": _padded,
     "gather": _gathered,
     "iota": _counted,
-    "top_k": _best,
 }
 
 
