@@ -14,7 +14,6 @@ from flaxfit.step._scan import make_step
 from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._train_step import more_sums
 from flaxfit.step._validate import Traced, inspect, inspect_step, trace
-from flaxfit.step._wide_products import why_wide
 from flaxfit.strategies import Strategy
 from flaxfit.task._one_for_all import for_all_outputs
 from flaxfit.task._task import TrainTask
@@ -86,8 +85,6 @@ class Inspection:
             self._say_not_added(result.not_added)
             for hint in () if is_resumed else traced.hints:
                 self._say_once(hint, f"warning: {hint}")
-            if "products" not in self._said:
-                self._say_once("products", why_wide(task, state, batch, self._bind))
             sums = result.sums | more_sums(task, result, grad_norm=grad_norm)
             given = for_all_outputs(task, result.outputs, batch)
             why_not = examine(
@@ -130,7 +127,7 @@ class Inspection:
                 f"losses={new}), or sow them in 'losses'"
             )
 
-    def _say_once(self, topic: str, text: str | None) -> None:
-        if text and topic not in self._said:
+    def _say_once(self, topic: str, text: str) -> None:
+        if topic not in self._said:
             self._say(text)
         self._said.add(topic)

@@ -1,6 +1,5 @@
-"""Hints about a first batch: what can be computed, but is probably a mistake."""
+"""Probable mistakes that the shapes and the values of a first batch show: hints and an error."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,132 +7,89 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import Jaxpr
 
 from flaxfit import losses
-from flaxfit.data._batch import Batch, has_rows, n_examples
-from flaxfit.step._jaxpr import equations
-from flaxfit.step._origins import SIGMOID, SOFTMAX, Origins, origins_of
-from flaxfit.task._multi_output import LossByOutput
+from flaxfit.data._batch import Batch
+from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import Params, PyTree
 
 _LARGE = 1000
-_OF_LOGITS = {
-    SOFTMAX: (
-        losses.crossentropy,
-        losses.onehot_crossentropy,
-        optax.softmax_cross_entropy,
-        optax.softmax_cross_entropy_with_integer_labels,
-    ),
-    SIGMOID: (losses.binary_crossentropy, optax.sigmoid_binary_cross_entropy),
-}
+_MOST_CHANNELS = 4  # Of images; more are the features of an earlier layer.
+_REGRESSIONS = (losses.mse, losses.mae, losses.huber, losses.log_cosh)
+_REGRESSIONS += (optax.l2_loss, optax.squared_error, optax.huber_loss, optax.log_cosh)
+_CLASSIFICATIONS = ("accuracy", "binary_accuracy", "precision", "recall", "f1", "auc")
 
 
-def hints_of(
-    program: Jaxpr, arguments: PyTree, results: PyTree, loss: Any, batch: Batch, values: Batch
-) -> list[str]:
-    """Describes probable mistakes in a model, a loss and inputs.
-
-    Args:
-      program: the traced forward pass.
-      arguments: its arguments, a tuple of the state, the batch and others.
-      results: what it returns, a `ForwardPass`.
-      loss: the loss of the task.
-      batch: the batch that was traced; its scale is read.
-      values: all data, if available, else the batch; its indices are read.
-    """
-    origins = origins_of(program)
-    inputs = _numbered(arguments)[1].inputs
-    return [
-        *_of_probabilities(loss, _numbered(results).outputs, origins.outputs),
-        *_of_look_ups(origins, {n: path for path, n in flat(inputs).items()}, values.inputs),
-        *_of_convolutions(program, batch),
-        *_of_scales(batch.inputs),
-    ]
+def hints_of(params: Params, batch: Batch, data: Batch, *, convolves: bool) -> Iterator[str]:
+    """Describes probable mistakes; indices are those of all data, or of the batch again."""
+    yield from _of_indices(params, data.inputs)
+    yield from _of_images(params, batch.inputs) if convolves else ()
+    yield from _of_scales(batch.inputs)
 
 
-def _numbered(tree: PyTree) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, range(len(leaves)))
-
-
-def _of_probabilities(loss: Any, outputs: Any, origins: list[Any]) -> Iterator[str]:
-    """Whether a loss of logits is given the outputs of a softmax or a sigmoid."""
-    if isinstance(loss, LossByOutput):
-        by_name, _ = loss.by_name(outputs)
-        for name, each in loss.losses.items():
-            for hint in _of_probabilities(each, (by_name or {}).get(name), origins):
-                yield f"output {name!r}: {hint}"
-        return
-    if isinstance(loss, functools.partial) and loss.keywords.get("from_logits", True):
-        loss = loss.func  # With options, such as a label smoothing.
-    found = [origins[each] for each in jax.tree.leaves(outputs)]
-    for last, those in _OF_LOGITS.items():
-        if found == [last] and any(loss is each for each in those):
-            yield (
-                f"the model ends with a {last}, but the loss takes logits: return the input of the "
-                f"{last}, or use losses.{_own_name(loss)}(from_logits=False)"
-            )
-
-
-def _own_name(loss: Any) -> str:
-    if loss is optax.softmax_cross_entropy_with_integer_labels:
-        return "crossentropy"
-    own = (losses.crossentropy, losses.onehot_crossentropy, losses.binary_crossentropy)
-    if any(loss is each for each in own):
-        return loss.__name__
-    return "onehot_crossentropy" if loss is optax.softmax_cross_entropy else "binary_crossentropy"
-
-
-def _of_look_ups(origins: Origins, paths: dict[int, str], inputs: PyTree) -> Iterator[str]:
-    """Whether an index has no row of its own in an embedding."""
-    leaves = flat(inputs)
-    for look_up in sorted(origins.look_ups):
-        indices: Any = leaves.get(paths.get(look_up.input, ""))
-        if not _is_at_hand(indices) or not np.size(indices):
-            continue
-        lowest, highest = np.min(indices), np.max(indices)
-        if lowest < 0 or highest >= look_up.n_rows:
+def _of_indices(params: Params, inputs: PyTree) -> Iterator[str]:
+    """Whether an index has no row in any embedding of a model."""
+    tables = [x for path, x in flat(params).items() if path.split("/")[-1] == "embedding"]
+    n_rows = max((x.shape[-2] for x in tables if x.ndim > 1), default=0)
+    for path, lowest, highest in _ranges(inputs, jnp.integer) if n_rows else ():
+        if lowest < 0 or highest >= n_rows:
             advice = f"returns NaN for other indices. Give it {highest + 1:,} rows, or map"
-            if -look_up.n_rows <= lowest and highest < look_up.n_rows:
+            if -n_rows <= lowest and highest < n_rows:
                 advice = "counts those below 0 from its end. Give what is missing its own row: map"
             yield (
-                f"the indices in input {paths[look_up.input]!r} go from {lowest:,} to "
-                f"{highest:,}, but an embedding of the model has {look_up.n_rows:,} rows and "
+                f"the indices in input {path!r} go from {lowest:,} to {highest:,}, but the largest "
+                f"embedding of the model has {n_rows:,} rows and, unless the model maps them, "
                 f"{advice} the indices"
             )
 
 
-def _of_convolutions(program: Jaxpr, batch: Batch) -> Iterator[str]:
-    """Whether a convolution treats the examples of a batch as the rows of one image."""
-    n = n_examples(batch) if has_rows(batch) else 1
-    for equation in equations(program):
-        if equation.primitive.name != "conv_general_dilated":
-            continue
-        axis = equation.params["dimension_numbers"].lhs_spec[0]
-        is_grouped = equation.params["feature_group_count"] > 1
-        images: Any = equation.invars[0].aval
-        if images.shape[axis] == 1 and n > 1 and not is_grouped:
+def _of_images(params: Params, inputs: PyTree) -> Iterator[str]:
+    """Whether a convolution takes the last axis of a batch of images for the channels."""
+    n_channels = {x.shape[2] for x in jax.tree.leaves(params) if x.ndim == 4}
+    # With few channels anywhere, the model may add their axis itself.
+    is_added = min(n_channels, default=0) <= _MOST_CHANNELS
+    for x in () if is_added else jax.tree.leaves(inputs):
+        if x.ndim == 3 and x.shape[0] > 1 and x.shape[2] in n_channels:
             yield (
-                f"a convolution treats the batch of {n:,} examples as one image and mixes them: "
-                "its inputs have no channel axis. Add one, x[..., None]"
+                f"a convolution treats the batch of {x.shape[0]:,} examples as one image and mixes "
+                "them: its inputs have no channel axis. Add one, x[..., None]"
             )
-            return
 
 
 def _of_scales(inputs: PyTree) -> Iterator[str]:
     """Whether inputs are far larger than models train well on."""
-    for path, leaf in flat(inputs).items():
-        if not _is_at_hand(leaf) or not np.size(leaf) or not jnp.issubdtype(leaf.dtype, np.inexact):
-            continue
-        largest = max(abs(float(np.max(leaf))), abs(float(np.min(leaf))))
-        if _LARGE < largest < np.inf:
+    for path, lowest, highest in _ranges(inputs, jnp.inexact):
+        if _LARGE < (largest := max(abs(float(highest)), abs(float(lowest)))) < np.inf:
             yield (
                 f"input {path!r} has values up to {largest:,.6g}, but models train best on values "
                 "near 1: scale them, for example (x - x.mean(0)) / x.std(0)"
             )
 
 
-def _is_at_hand(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) or getattr(leaf, "is_fully_addressable", False)
+def _ranges(inputs: PyTree, kind: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The path, lowest and highest value of each array of a kind; not of bytes, as in images."""
+    for path, x in flat(inputs).items():
+        is_here = isinstance(x, np.ndarray) or getattr(x, "is_fully_addressable", False)
+        if is_here and x.size and jnp.issubdtype(x.dtype, kind) and x.dtype != np.uint8:
+            yield path, np.min(x), np.max(x)
+
+
+def check_classes(task: TrainTask | EvalTask, batch: Batch) -> None:
+    """Checks that no metric takes the targets of a regression for the labels of two classes.
+
+    Shares between 0 and 1 may be soft labels, but not where the loss is one of regression.
+    """
+    found = [n for n, m in task.metrics.items() if m.configure and m.name in _CLASSIFICATIONS]
+    targets = jax.tree.leaves(batch.targets)
+    if not found or len(targets) != 1 or not any(task.loss is each for each in _REGRESSIONS):
+        return
+    # NaN, which an example of weight 0 may have, is no more than 0.
+    values = np.atleast_1d(np.asarray(targets[0], np.float32))
+    values = values.reshape(len(values), -1)
+    if values.shape[1] > 1 or not (wrong := values % 1 > 0).any():
+        return
+    raise ValueError(
+        f"The metric {found[0]!r} compares classes, but the targets are numbers such as "
+        f"{values[wrong][0]:g}: for a regression use 'mae', 'rmse' or 'r2'."
+    )

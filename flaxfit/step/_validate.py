@@ -19,10 +19,9 @@ from flaxfit.step._companions import states_of, taking_states
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._forward import forward, forward_eval
-from flaxfit.step._hints import hints_of
+from flaxfit.step._hints import check_classes, hints_of
 from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._own_weights import check_own_weights
-from flaxfit.step._regression_targets import check_classes
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
 from flaxfit.task._no_loss import check_adds_loss
 from flaxfit.task._one_for_all import for_all_outputs
@@ -113,10 +112,10 @@ def inspect(
                 check_own_weights("the loss", bind(task.loss), *given)
             for name, values in metrics_by_row(task):
                 check_own_weights(f"the metric {name!r}", bind(values), *given)
-            if isinstance(task, TrainTask):
-                arguments = state, batch, states_of(task)
-                hints = hints_of(traced.program, arguments, result, task.loss, batch, data or batch)
-                traced = traced._replace(hints=hints)
+        if isinstance(task, TrainTask):
+            convolves = traced.has_convolutions
+            hints = hints_of(state.params, batch, data or batch, convolves=convolves)
+            traced = traced._replace(hints=tuple(hints))
         known[key] = traced = traced._replace(values=None, program=None)
     return traced
 
