@@ -1,10 +1,13 @@
 """Division: whether batches may be divided and padded; proved by traces, or tried on a batch."""
 
+import copy
 import functools
+import warnings
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from flaxfit.data._batch import Batch, has_rows, n_examples
 from flaxfit.distributed._processes import exchange
@@ -66,9 +69,8 @@ def examine(
     is_apart = n_parts > 1 or strategy.virtual_replicas is not None
     may_gather = not (is_apart or isinstance(task.loss, LossByOutput))
     with_losses = is_replaced or task.across is None and (task.pad or not may_gather)
-    division = Division(
-        strategy, pass_of(task, with_losses=with_losses), n_parts, has_statistics(task, state)
-    )
+    run, is_noisy = pass_of(task, with_losses=with_losses), has_statistics(task, state)
+    division = Division(strategy, run, n_parts, is_noisy, _values_of(task))
     is_asked = division.text or is_replaced or may_pad and not why_not
     # Such a hook is given examples one by one, and nothing else is allowed there.
     if not is_asked or getattr(task, "example_grads_hook", None) is not None:
@@ -91,8 +93,14 @@ def examine(
     division.check(changed_by_loss, pad=task.pad)
     if may_pad and not why_not and compared not in ("", MODEL):
         raise ValueError(_about_rows(compared, division.text, n_parts, pad=task.pad))
-    known[key] = why_not or (MIXES if mixed else "")
-    return known[key]
+    why_not = why_not or (MIXES if mixed else "")
+    if task.objective is not None and task.metrics and isinstance(task, EvalTask):
+        # These are measured of outputs of their own.
+        beside, shapes = copy.copy(task), result._replace(values=None, penalty=None)
+        beside.__dict__.update(objective=None, loss=None)
+        why_not = why_not or examine(beside, strategy, state, batch, shapes, {}, may_pad=may_pad)
+    known[key] = why_not
+    return why_not
 
 
 def _why_not_pad(task: TrainTask | EvalTask, result: ForwardPass) -> str:
@@ -109,6 +117,23 @@ def _why_not_pad(task: TrainTask | EvalTask, result: ForwardPass) -> str:
     if is_kept and jax.tree.leaves(result.model_state):
         return "the model keeps statistics of its inputs, such as BatchNorm's"
     return ""
+
+
+def _values_of(task: TrainTask | EvalTask) -> Function:
+    """The values of metrics of their sums, which may represent the same in several ways."""
+    metrics = {f"The metric {name!r}": metric for name, metric in task.metrics.items()}
+
+    def compute(owner: str, sums: PyTree) -> PyTree:
+        if owner not in metrics:
+            return sums
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            try:
+                return metrics[owner].compute(sums)
+            except Exception:  # Of so few rows there may be no value.
+                return ()
+
+    return compute
 
 
 def _replaces_targets(task: TrainTask | EvalTask, batch: Batch) -> bool:
@@ -134,6 +159,8 @@ class Division(NamedTuple):
     """The parts that a replica computes one after the other."""
     is_noisy: bool = False
     """Whether the model keeps statistics of the batch, as BatchNorm does."""
+    compute: Function = lambda owner, sums: sums
+    """What the sums of a metric stand for, see `try_halves`."""
 
     @property
     def n_replicas(self) -> int:
@@ -203,7 +230,10 @@ class Division(NamedTuple):
             return mapped(state, both, states, seed)
 
         halves = functools.partial(
-            try_halves, one, state, batch, is_noisy=self.is_noisy, draws=proof.draws
+            *(try_halves, one, state, batch),
+            compute=self.compute,
+            is_noisy=self.is_noisy,
+            draws=proof.draws,
         )
         mixed, changed = try_rows(one, state, batch), Difference()
         is_joint = proof.names_axis and self.n_parts == 1
@@ -227,16 +257,13 @@ class Division(NamedTuple):
         return mixed, changed
 
     def _own(self, state: PyTree) -> PyTree:
-        """The state as arrays of this process: of replicas the first, else of all devices."""
-
-        def own(x: PyTree) -> PyTree:
-            is_copied = isinstance(x, jax.Array) and x.is_fully_replicated
-            return x.addressable_data(0) if is_copied and len(x.sharding.device_set) > 1 else x
-
-        state = jax.tree.map(own, state)
-        leaves = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-        is_here = all(x.is_fully_addressable for x in leaves)
-        return state if is_here else self.strategy.collect(state)
+        """The state in arrays of this process: on one device where each device has all of it."""
+        arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+        if all(x.is_fully_replicated for x in arrays):
+            return jax.tree.map(
+                lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, state
+            )
+        return state if self.strategy.n_processes == 1 else self.strategy.collect(state)
 
     def check(self, changed: Difference, *, pad: bool = True) -> None:
         """Refuses a division that changes results.

@@ -1,6 +1,7 @@
 """The pass over a batch whose results a division must keep, and the proof that it keeps them."""
 
 import copy
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,8 +48,15 @@ def pass_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Function
       with_losses: whether a value of the loss has to depend on its own row alone.
     """
 
+    own = {
+        name: metric
+        for name, metric in task.metrics.items()
+        if metric.values is None and metric.max_rows is None and not _is_ours(metric.measure)
+    }
+
     def run(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
         bound = with_states(task, states)
+        bound.__dict__["metrics"] = own  # The sums of others add up.
         result = measured = _forward(bound, state, batch, seed)
         if has_statistics(task, state):
             measured = _forward(_in_evaluation(bound), state, batch, seed)
@@ -101,14 +109,18 @@ def _compared(
 
 
 def _sums(task: TrainTask | EvalTask, result: ForwardPass) -> dict[str, PyTree]:
-    collected = [name for name, metric in task.metrics.items() if metric.max_rows is not None]
-    left_out = {"loss", "penalty", *collected}
-    owner = OBJECTIVE if task.objective is not None else ""
-    return {
-        owner or f"The metric {name!r}": each
-        for name, each in result.sums.items()
-        if name not in left_out
-    }
+    """The sums of metrics of the user's own, and those that an objective returns."""
+    if task.objective is not None:
+        others = {"loss", "penalty", *task.metrics}
+        return {OBJECTIVE: {k: each for k, each in result.sums.items() if k not in others}}
+    return {f"The metric {name!r}": result.sums[name] for name in task.metrics}
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether a function is one of the library, whose sums add up."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
 def _in_evaluation(task: Task) -> Task:

@@ -44,7 +44,7 @@ def make_train_step(
 
     The gradient is that of the weighted mean loss over the whole batch, `sum(w * loss) / sum(w)`,
     plus the penalty, however the examples and their weights are spread over the replicas.
-    A batch whose weights sum to zero changes nothing but the step. Loops check before the first step
+    A batch whose weights sum to zero changes nothing but the step. Loops check at the first step
     that dividing a batch changes no number; this function does not.
 
     >>> import numpy as np, optax

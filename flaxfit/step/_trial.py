@@ -82,6 +82,7 @@ def try_halves(
     *,
     together: Run | None = None,
     continued: Callable[[PyTree, PyTree], PyTree] | None = None,
+    compute: Callable[[str, PyTree], PyTree] = lambda owner, sums: sums,
     is_noisy: bool = False,
     draws: bool = False,
 ) -> Difference:
@@ -99,6 +100,7 @@ def try_halves(
         replicas; its results are stacked. None: `run` over each.
       continued: `(state, new model state) -> state`, if the second half is to continue from the
         first; None: both begin with `state`.
+      compute: what sums are read as, by what computes them: other sums may stand for the same.
       is_noisy: whether state and penalty depend on statistics of the batch, as documented.
       draws: whether something is drawn at random, perhaps always the same: rows of the second half
         may differ then.
@@ -124,7 +126,7 @@ def try_halves(
         for other in wholes
         for a, b in zip(_arrays(whole), _arrays(other), strict=True)
     )
-    if not is_random and (owner := _owner_of_difference(whole, one, two, n, draws)):
+    if not is_random and (owner := _owner_of_difference(whole, one, two, n, compute, draws)):
         return Difference(rows=owner)
     is_alike = is_random or is_noisy
 
@@ -148,16 +150,24 @@ def try_halves(
     )
 
 
-def _owner_of_difference(whole: Pass, one: Pass, two: Pass, n: int, draws: bool) -> str:
+def _owner_of_difference(
+    whole: Pass,
+    one: Pass,
+    two: Pass,
+    n: int,
+    compute: Callable[[str, PyTree], PyTree],
+    draws: bool,
+) -> str:
     """What computes rows that differ in a half, or sums that do not add up; "" if nothing."""
     for owner, rows in whole.rows.items():
         for a, b, c in zip(*map(_arrays, (rows, one.rows[owner], two.rows[owner])), strict=True):
             is_by_row = (a.shape[:1], b.shape[:1]) == ((2 * n,), (n,))
             if is_by_row and (_differ(a[:n], b, _CLOSE) or not draws and _differ(a[n:], c, _CLOSE)):
                 return owner
-    for owner, total in whole.sums.items():
-        parts = zip(*map(_arrays, (total, one.sums[owner], two.sums[owner])), strict=True)
-        if not draws and any(_differ(a, b + c, _CLOSE) for a, b, c in parts):
+    for owner, sums in whole.sums.items():
+        both = jax.tree.map(np.add, one.sums[owner], two.sums[owner])
+        pairs = zip(*(jax.tree.leaves(compute(owner, x)) for x in (sums, both)), strict=True)
+        if not draws and any(_differ(np.asarray(a), np.asarray(b), _CLOSE) for a, b in pairs):
             return owner
     return ""
 
