@@ -3,7 +3,7 @@
 import copy
 import functools
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -82,9 +82,10 @@ def examine(
     mixed, changed = division.find(state, batch, states)
     if task.objective is None and (mixed == MODEL or division.is_noisy):
         # Losses and metrics of outputs that depend on other rows may combine rows themselves.
-        given = batch._replace(inputs=division.outputs(task, state, batch, states))
         own = division._replace(run=comparison_of(task, with_losses=with_losses))
-        compared, changed_by_loss = own.find(state, given, states)
+        load = functools.partial(division.with_outputs, task, state, batch, states)
+        shapes = batch._replace(inputs=result.outputs)
+        compared, changed_by_loss = own.find(state, shapes, states, load)
     else:
         compared, changed_by_loss = mixed, changed
     if is_replaced and compared.startswith(("The loss", OBJECTIVE)):
@@ -96,9 +97,10 @@ def examine(
     why_not = why_not or (MIXES if mixed else "")
     if task.objective is not None and task.metrics and isinstance(task, EvalTask):
         # These are measured of outputs of their own.
-        beside, shapes = copy.copy(task), result._replace(values=None, penalty=None)
+        beside, plain = copy.copy(task), result._replace(values=None, penalty=None)
         beside.__dict__.update(objective=None, loss=None)
-        why_not = why_not or examine(beside, strategy, state, batch, shapes, {}, may_pad=may_pad)
+        other = examine(beside, strategy, state, batch, plain, {}, may_pad=may_pad)
+        why_not = why_not or other
     known[key] = why_not
     return why_not
 
@@ -178,8 +180,20 @@ class Division(NamedTuple):
         virtual = self.strategy.virtual_replicas
         return f"{self.n_replicas} devices" if virtual is None else f"virtual_replicas={virtual}"
 
-    def find(self, state: PyTree, batch: Batch, states: PyTree) -> tuple[str, Difference]:
+    def find(
+        self,
+        state: PyTree,
+        batch: Batch,
+        states: PyTree,
+        load: Callable[[], Batch] | None = None,
+    ) -> tuple[str, Difference]:
         """Finds what a division would change.
+
+        Args:
+          state: the state.
+          batch: the first batch.
+          states: the variables of companions.
+          load: makes the batch, if `batch` holds the shapes alone.
 
         Returns:
           The owner of rows that depend on other rows, or "", and what this division changes. The
@@ -190,30 +204,29 @@ class Division(NamedTuple):
         n_shares = self.n_replicas * self.n_parts
         run, n = self.strategy.bind(self.run), max(2, -(-n_examples(batch) // n_shares))
         found: tuple[str, Difference] = "", Difference()
-        if runs_eagerly(run):
-            found = self._tried(run, self._own(state), batch, states, Proof(is_apart=False))
-        else:
-            given = state, batch, states, n, n_shares if n_shares > 1 else 2
+        given = state, batch, states, n, n_shares if n_shares > 1 else 2
+        is_eager, proof = runs_eagerly(run), Proof(is_apart=False)
+        if not is_eager:
             proof = prove(run if self.strategy.axis_name is None else self.run, *given)
             if proof.names_axis:
                 proof = prove(run, *given)._replace(is_apart=False, names_axis=True)
-            if not proof.is_apart:
-                found = self._tried(jax.jit(run), self._own(state), batch, states, proof)
+        if not proof.is_apart:
+            batch = batch if load is None else load()
+            run = run if is_eager else jax.jit(run)
+            found = self._tried(run, self._own(state), batch, states, proof)
         if self.strategy.n_processes > 1:
             told = exchange("whether a batch may be divided", [found[0], *found[1]])
             first = next((each for each in told if any(each)), told[0])
             found = first[0], Difference(*first[1:])
         return found
 
-    def outputs(
+    def with_outputs(
         self, task: TrainTask | EvalTask, state: PyTree, batch: Batch, states: PyTree
-    ) -> tuple[PyTree, ...]:
-        """The outputs of the model for a batch."""
-
-        def run(state: PyTree, batch: Batch, states: PyTree) -> PyTree:
-            return outputs_of(task, state, batch, states)
-
-        return self.strategy.bind(run)(self._own(state), batch, states)
+    ) -> Batch:
+        """The batch with the outputs of the model in the place of its inputs."""
+        run = self.strategy.bind(functools.partial(outputs_of, task))
+        run = run if runs_eagerly(run) else jax.jit(run)
+        return batch._replace(inputs=run(self._own(state), batch, states))
 
     def _tried(
         self, run: Function, state: PyTree, batch: Batch, states: PyTree, proof: Proof
