@@ -260,9 +260,12 @@ class Sharded:
 
         function = placed if has_rows else bound
         jitted = self._jit(function, arguments, n_donated)
+        is_ahead = can_call(arguments)
+        if self.n_processes == 1:
+            return jitted.lower(*arguments).compile() if is_ahead else jitted
         lowered = jitted.lower(*arguments)
-        self.text = lowered.as_text() if self.n_processes > 1 else ""
-        return lowered.compile() if can_call(arguments) else jitted
+        self.text = lowered.as_text()
+        return lowered.compile() if is_ahead else jitted
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
