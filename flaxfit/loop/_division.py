@@ -249,14 +249,18 @@ class Division(NamedTuple):
             draws=proof.draws,
         )
         mixed, changed = try_rows(one, state, batch), Difference()
-        is_joint = proof.names_axis and self.n_parts == 1
-        if is_joint:
-            changed = halves(together=together)
-        elif not mixed:
+        is_joint = proof.names_axis and axis is not None and self.n_parts == 1
+        if not (is_joint or mixed):
             changed = halves()
             mixed = changed.rows
         if mixed and not is_joint:
             changed = Difference(rows=mixed)
+        # A loss of the library looks for the axis, and finds none where none is mapped. Rows that
+        # are random cannot be compared.
+        may_be_joint = any(changed) and axis is not None and self.n_parts == 1 and not proof.draws
+        if is_joint or may_be_joint:
+            joint = halves(together=together)
+            changed = joint if is_joint or not any(joint) else changed
         if self.n_parts > 1 and not mixed:
 
             def continued(state: PyTree, new: PyTree) -> PyTree:

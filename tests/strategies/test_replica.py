@@ -108,7 +108,9 @@ def test_a_model_over_the_axis_can_be_looked_at_and_exported(expected, tmp_path,
 
 @pytest.mark.slow
 def test_the_axis_is_called_replica_unless_it_is_named():
-    assert np.isfinite(fitted(one(), "replica", "mse", accumulate=2)[1]["loss"][0])
+    assert np.isfinite(fitted(one(), "replica", "mse")[1]["loss"][0])
+    with pytest.raises(ValueError, match="Use accumulate=1"):
+        fitted(one(), "replica", "mse", accumulate=2)
     assert repr(DataParallel(axis_name="batch")) == "DataParallel(4 cpu devices, axis_name='batch')"
     assert repr(Sharded(axis_name="batch")) == "Sharded(data=4, axis_name='batch')"
     assert DataParallel(axis_name="batch").narrow(6).axis_name == "batch"
