@@ -72,7 +72,7 @@ def in_flaxfit(model, folder):
                 yield np.roll(x[rows], rng.integers(-1, 2, 2), axis=(1, 2)), y[rows]
 
     model.compile(
-        optimizer=ff.optim.OptimizerDef(optax.rmsprop, learning_rate=0.003, eps=1e-7),
+        optimizer=optax.rmsprop(0.003, eps=1e-7),
         loss="sparse_categorical_crossentropy",
         metrics=["accuracy"],
     )
