@@ -42,7 +42,7 @@ def in_keras(model, folder):
         validation_data=(x_test, y_test),
         callbacks=[
             CSVLogger(folder / "log.csv"),
-            ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.1),
+            ReduceLROnPlateau("val_loss", factor=0.7, patience=1, min_delta=0.2),
             EarlyStopping("val_loss", min_delta=0.1, patience=2, restore_best_weights=True),
             ModelCheckpoint(folder / "best.keras", save_best_only=True),
         ],
@@ -84,7 +84,7 @@ def in_flaxfit(model, folder):
         validation_data=(x_test, y_test),
         callbacks=[
             CSVLogger(folder / "log.csv"),
-            ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.1),
+            ReduceLROnPlateau("val_loss", factor=0.7, patience=1, min_delta=0.2),
             EarlyStopping("val_loss", min_delta=0.1, patience=2, restore_best_weights=True),
             CheckpointFileWriter(folder / "best", monitor="val_loss", keep=1),
         ],
@@ -111,10 +111,11 @@ def keras_model(keras):
 
 class Network(nnx.Module):
     def __init__(self, rngs):
-        self.first = nnx.Conv(1, 16, (3, 3), rngs=rngs)
-        self.norm = nnx.BatchNorm(16, momentum=0.9, epsilon=1e-3, rngs=rngs)
-        self.second = nnx.Conv(16, 32, (3, 3), rngs=rngs)
-        self.scores = nnx.Linear(32, 10, rngs=rngs)
+        options = {"param_dtype": jax.numpy.float64, "rngs": rngs}
+        self.first = nnx.Conv(1, 16, (3, 3), **options)
+        self.norm = nnx.BatchNorm(16, momentum=0.9, epsilon=1e-3, **options)
+        self.second = nnx.Conv(16, 32, (3, 3), **options)
+        self.scores = nnx.Linear(32, 10, **options)
 
     def __call__(self, x):
         x = nnx.relu(self.norm(self.first(x)))
@@ -127,10 +128,21 @@ def logged(folder):
         return list(csv.DictReader(file))
 
 
+@pytest.fixture
+def float64(keras):
+    """Processors round differently, which in float32 changes some classes after 168 steps."""
+    with jax.enable_x64(True):
+        keras.config.set_floatx("float64")
+        keras.config.set_dtype_policy("float64")
+        yield
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
 @pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_images_are_learned_as_in_keras(keras, tmp_path):
+def test_images_are_learned_as_in_keras(keras, tmp_path, float64):
     seed_weights()
     original = keras_model(keras)
     network = with_weights_of(original, Network(nnx.Rngs(0)))
@@ -141,12 +153,12 @@ def test_images_are_learned_as_in_keras(keras, tmp_path):
     # Keras is on one device, and the batches of a norm are those of a device.
     strategy = ff.DataParallel(jax.devices()[:1])
     found = in_flaxfit(ff.Model(network, strategy=strategy), folders[1])
-    assert found == pytest.approx(expected, rel=1e-3)
+    assert found == pytest.approx(expected, rel=1e-4)
     theirs, ours = map(logged, folders)
     assert len(ours) == len(theirs)
     for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
         columns = [[float(row[name]) for row in rows] for rows in (ours, theirs)]
-        np.testing.assert_allclose(*columns, rtol=1e-3)
+        np.testing.assert_allclose(*columns, rtol=1e-4)
     best = 1 + np.argmin([float(row["val_loss"]) for row in theirs])
     assert ff.checkpoints.best(folders[1] / "best") == best * 21
     assert found["accuracy"] > 0.6

@@ -44,5 +44,5 @@ def with_weights_of(model, module):
         for weight in layer.weights:
             name = _NAMES.get(weight.name, weight.name)
             # Copied: training gives its buffers away.
-            getattr(getattr(module, layer.name), name)[...] = jnp.array(weight)
+            getattr(getattr(module, layer.name), name).set_value(jnp.array(weight))
     return module
