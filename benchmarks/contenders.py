@@ -59,6 +59,9 @@ RECIPES = {
         _HAND, {"resident": False, **_SEVERAL}, is_rival=True, is_scan=True
     ),
     "TrainLoop": Recipe("benchmarks.with_flaxfit:train_loop", spreads=True),
+    "TrainLoop, with a rest": Recipe(
+        "benchmarks.with_flaxfit:train_loop", {"rest": True}, spreads=True
+    ),
     "TrainLoop, borrowed": Recipe(
         "benchmarks.with_flaxfit:train_loop", {"snapshot": "none"}, models=("leaves",)
     ),

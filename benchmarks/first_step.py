@@ -1,7 +1,7 @@
 """From the start of a process to its first finished step, beside a hand-written script.
 
     python -m benchmarks.first_step [--quick] [--rounds 5] [--models mlp ...]
-        [--contenders TrainLoop ...] [--caches no warm] [--epochs 714]
+        [--contenders TrainLoop ...] [--caches no warm] [--epochs 714] [--devices 4]
 
 Each start is a process of its own, in turn: without a compilation cache, and with one that an
 earlier process has filled. `cpu` is the processor time of all threads, which other programs disturb
@@ -9,7 +9,9 @@ less than the time that passes. Tracing, lowering and compiling are what JAX rep
 seconds; compiling includes the reading of a cache, and `programs` is how many were compiled. The
 least of all rounds counts, and ratios are those of the least, to the first contender: a busy
 machine only ever adds time. With `--epochs` it trains these instead of one step; `training` leaves
-out the start of Python and imports. This measures 20,000 steps of `fit`, compiling included:
+out the start of Python and imports. On one device nothing is divided, and batches may be padded
+only with a rest, a last batch of half the size. This measures 20,000 steps of `fit`, compiling
+included:
 
     python -m benchmarks.first_step --models mlp --caches no --epochs 714
         --contenders "hand-written, with a bar" "Model.fit, auto"
@@ -36,6 +38,7 @@ from benchmarks.workloads import Workload
 BASE = "hand-written"
 NAMES = BASE, "TrainLoop", "Model.fit"
 OTHERS = "hand-written, with a bar", "hand-written, 32 a call", "Model.fit, auto"
+OTHERS += ("TrainLoop, with a rest",)
 CACHES = "no", "warm"
 PARTS = {
     "jaxpr_trace_duration": "tracing",
@@ -67,13 +70,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--caches", nargs="+", default=list(CACHES), choices=CACHES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=0, help="to train; 0: a single step")
+    parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="small models, one round")
     parser.add_argument("--child", metavar="NAME", help=argparse.SUPPRESS)
     settings = parser.parse_args(arguments)
     if settings.child:
-        _train(settings.child, MODELS[settings.models[0]](settings.quick), settings.epochs)
+        workload = MODELS[settings.models[0]](settings.quick)
+        _train(settings.child, workload, settings.epochs, settings.devices)
     rounds = 1 if settings.quick else settings.rounds
-    options = ["--epochs", str(settings.epochs), *["--quick"] * settings.quick]
+    options = ["--epochs", str(settings.epochs), "--devices", str(settings.devices)]
+    options += ["--quick"] * settings.quick
     for model in settings.models:
         for line in _compared(model, settings.contenders, settings.caches, rounds, options):
             print(line, flush=True)
@@ -129,8 +135,9 @@ def _start(name: str, model: str, cache: str | None, options: list[str]) -> dict
     return found | {"seconds": found.pop("time") - began}
 
 
-def _train(name: str, workload: Workload, epochs: int) -> None:
+def _train(name: str, workload: Workload, epochs: int, n_devices: int) -> None:
     """Trains these epochs, or one step; prints what that took, and ends the process."""
+    jax.config.update("jax_num_cpu_devices", n_devices)
     importlib.import_module(contenders.RECIPES[name].maker.partition(":")[0])
     took: dict[str, Any] = dict.fromkeys((*PARTS.values(), "programs"), 0)
 
@@ -147,7 +154,8 @@ def _train(name: str, workload: Workload, epochs: int) -> None:
     jax.monitoring.register_event_listener(count)
     with contenders.unseen_terminal():
         began = time.perf_counter()
-        contenders.make(name, workload if epochs else workload.cut(1)).train(epochs or 1)
+        workload = workload if epochs else workload.cut(1)
+        contenders.make(name, workload, n_devices=n_devices).train(epochs or 1)
         took |= {"time": time.time(), "cpu": time.process_time()}
         took["training"] = time.perf_counter() - began
     print(json.dumps(took), flush=True)

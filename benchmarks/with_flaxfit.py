@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 import flaxfit as ff
@@ -36,10 +37,16 @@ def train_loop(
     steps_per_call: Any = 1,
     n_devices: int = 1,
     snapshot: str = "device",
+    rest: bool = False,
 ) -> Contender:
-    """A TrainLoop with a metric, a bar and a callback, and a checkpoint each epoch."""
+    """A TrainLoop with a metric, a bar and a callback, and a checkpoint each epoch.
+
+    With a `rest` the data ends in a batch of half the size, which epochs here do not reach.
+    """
     model, optimizer = model or build(workload), optax.adam(workload.learning_rate)
     x, y, batch_size = workload.x, workload.y, workload.batch_size
+    if rest:
+        x, y = (np.concatenate([each, each[: batch_size // 2]]) for each in (x, y))
     stream = ff.ArrayStream(x, y, batch_size=batch_size, resident=resident)
     task = ff.TrainTask(model.apply, optimizer, "crossentropy", stream, ["accuracy"])
     seen = []

@@ -2,15 +2,18 @@
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.data._batch import Batch, has_rows, n_examples
 from flaxfit.distributed._processes import exchange
+from flaxfit.loop._division_errors import about_change, about_rows, about_targets
 from flaxfit.optim._averaged import like
 from flaxfit.step._companions import states_of
 from flaxfit.step._compare import ForwardPass, weights_of
@@ -30,8 +33,10 @@ from flaxfit.task._multi_output import LossByOutput
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._shapes import structure_of
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree._types import Array, Function, PyTree
 
+_AMOUNT = 0.2
+"""How far parameters are moved in the second trial."""
 MIXES = "the model computes outputs from several examples of the batch"
 
 
@@ -89,11 +94,11 @@ def examine(
     else:
         compared, changed_by_loss = mixed, changed
     if is_replaced and compared.startswith(("The loss", OBJECTIVE)):
-        raise ValueError(_about_targets(compared, task, batch))
+        raise ValueError(about_targets(compared, is_by_output=_is_by_output(task, batch)))
     division.check(changed, pad=task.pad)
     division.check(changed_by_loss, pad=task.pad)
     if may_pad and not why_not and compared not in ("", MODEL):
-        raise ValueError(_about_rows(compared, division.text, n_parts, pad=task.pad))
+        raise ValueError(about_rows(compared, division.text, n_parts, pad=task.pad))
     why_not = why_not or (MIXES if mixed else "")
     if task.objective is not None and task.metrics and isinstance(task, EvalTask):
         # These are measured of outputs of their own.
@@ -147,8 +152,26 @@ def _replaces_targets(task: TrainTask | EvalTask, batch: Batch) -> bool:
         return False
     if task.objective is not None:
         return isinstance(task, TrainTask)
-    is_by_output = isinstance(weights_of(batch, task.loss), Mapping)
-    return is_by_output or task.across is None and isinstance(task, TrainTask)
+    is_trained = task.across is None and isinstance(task, TrainTask)
+    return is_trained or _is_by_output(task, batch)
+
+
+def _is_by_output(task: TrainTask | EvalTask, batch: Batch) -> bool:
+    return isinstance(weights_of(batch, task.loss), Mapping)
+
+
+def _moved(state: PyTree, amount: Array) -> PyTree:
+    """The state after its parameters moved: a weight of zero hides what depends on it."""
+
+    def moved(x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        # As large as that of usual first weights, so that deep models stay finite.
+        scale = math.prod(x.shape[:-1]) ** -0.5
+        by = jnp.sin(1 + 78.233 * jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+        return (x + amount * scale * by).astype(x.dtype)
+
+    return state.replace(params=jax.tree.map(moved, state.params))
 
 
 class Division(NamedTuple):
@@ -212,8 +235,11 @@ class Division(NamedTuple):
                 proof = prove(run, *given)._replace(is_apart=False, names_axis=True)
         if not proof.is_apart:
             batch = batch if load is None else load()
-            run = run if is_eager else jax.jit(run)
-            found = self._tried(run, self._own(state), batch, states, proof)
+            for amount in (0.0, _AMOUNT) if load is None else (0.0,):
+                own = self._own(state), np.float32(amount)
+                found = self._tried(run, own, batch, states, proof)
+                if found[0] or any(found[1]):
+                    break
         if self.strategy.n_processes > 1:
             told = exchange("whether a batch may be divided", [found[0], *found[1]])
             first = next((each for each in told if any(each)), told[0])
@@ -223,27 +249,31 @@ class Division(NamedTuple):
     def with_outputs(
         self, task: TrainTask | EvalTask, state: PyTree, batch: Batch, states: PyTree
     ) -> Batch:
-        """The batch with the outputs of the model in the place of its inputs."""
+        """The batch with outputs of the model in the place of its inputs; its first may be zero."""
         run = self.strategy.bind(functools.partial(outputs_of, task))
         run = run if runs_eagerly(run) else jax.jit(run)
-        return batch._replace(inputs=run(self._own(state), batch, states))
+        moved = _moved(self._own(state), np.float32(_AMOUNT))
+        return batch._replace(inputs=run(moved, batch, states))
 
     def _tried(
         self, run: Function, state: PyTree, batch: Batch, states: PyTree, proof: Proof
     ) -> tuple[str, Difference]:
-        """Tries it, where it is not proved."""
+        """Tries it, where it is not proved; the state comes with how far to move parameters."""
+        axis, jit = self.strategy.axis_name, (lambda f: f) if runs_eagerly(run) else jax.jit
+        each = jax.vmap(self.run, (None, 0, None, None), axis_name=axis)
+        alone, mapped = (
+            jit(lambda state, *others, f=f: f(_moved(*state), *others)) for f in (run, each)
+        )
 
         def one(state: PyTree, batch: Batch, seed: int) -> PyTree:
-            return run(state, batch, states, seed)
-
-        axis = self.strategy.axis_name
-        mapped = jax.jit(jax.vmap(self.run, (None, 0, None, None), axis_name=axis))
+            return alone(state, batch, states, seed)
 
         def together(state: PyTree, both: Batch, seed: int) -> PyTree:
             return mapped(state, both, states, seed)
 
         halves = functools.partial(
             *(try_halves, one, state, batch),
+            before=getattr(state[0], "model_state", ()),
             compute=self.compute,
             is_noisy=self.is_noisy,
             draws=proof.draws,
@@ -264,9 +294,10 @@ class Division(NamedTuple):
         if self.n_parts > 1 and not mixed:
 
             def continued(state: PyTree, new: PyTree) -> PyTree:
+                state, amount = state
                 old = state.model_state  # A module may have written frozen parameters, too.
                 kept = {name: like(new[name], old[name]) for name in new if name in old}
-                return state.replace(model_state={**old, **kept})
+                return state.replace(model_state={**old, **kept}), amount
 
             chain = halves(continued=continued)
             state_of_replicas = changed.state if self.n_replicas > 1 else ""
@@ -292,80 +323,6 @@ class Division(NamedTuple):
         Raises:
           ValueError: something is changed, named with the ways out.
         """
-        if not self.text:
-            return
-        if changed.rows:
-            raise ValueError(_about_rows(changed.rows, self.text, self.n_parts, pad=pad))
-        advice = "accumulate=1" if self.n_parts > 1 else "strategy=Sharded(), or one device"
-        axis = self.strategy.axis_name
-        if axis is not None and self.n_parts == 1:
-            advice += f", or reduce over the replicas in the module: jax.lax.psum(x, {axis!r})"
-        if path := changed.state or changed.chained:
-            raise ValueError(
-                f"Cannot divide a batch, with {self.text}: the state {path!r} that the model "
-                "updates would differ from that of the whole batch, as it is neither the mean of "
-                f"those of its parts nor the same in all. Use {advice}."
-            )
-        if changed.penalty:
-            raise ValueError(
-                f"Cannot divide a batch, with {self.text}: the penalty that the model adds to the "
-                "loss is not the mean of those of the parts of a batch. Return or sow a mean over "
-                f"the examples instead of a sum. Or use {advice}."
-            )
-
-
-def _about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
-    if owner == MODEL:
-        advice = "accumulate=1" if n_parts > 1 else "strategy=Sharded(), or one device"
-        return (
-            "The model computes an output of an example from other examples of its batch, such as "
-            "their mean, and would see a part of the batch at a time here: its results would "
-            f"differ. Use {advice}. This does not concern BatchNorm with running statistics."
-        )
-    if owner == OBJECTIVE:
-        where = f"with {text}" if text else "with batches that may be padded"
-        return (
-            f"Cannot compute this objective {where}: the value of an example depends on the other "
-            "examples of the batch, or on their number. Return one value per example, which "
-            "depends on that example alone. Or compute batches whole: pad=False, one device or "
-            "strategy=Sharded(), without accumulate and virtual_replicas. With pad=False an "
-            "objective may also gather the rows of all devices itself: "
-            "jax.lax.all_gather(x, 'replica', tiled=True)."
-        )
-    if not pad and owner.startswith("The metric"):
-        return (
-            f"Cannot measure {owner.removeprefix('The metric ')} with {text}: the value of an "
-            "example depends on the other examples of the batch, and each part would be measured "
-            "by itself. Use one device, or strategy=Sharded(), without accumulate and "
-            "virtual_replicas."
-        )
-    if not pad:
-        return (
-            f"{owner} cannot be computed with {text}: the value of an example depends on the other "
-            "examples of the batch, and the mean over the parts of a batch is not the loss of the "
-            "batch. Return one value per example, which depends on that example alone, or set "
-            "across='batch' in the task, which computes such a loss from the outputs of all parts."
-        )
-    return (
-        f"{owner} gives each example a value that depends on the other examples of its batch, or "
-        "on their number. Padding, and batches of another size, would change it. If it is meant to "
-        "look across the batch, set across='batch' in the task."
-    )
-
-
-def _about_targets(owner: str, task: TrainTask | EvalTask, batch: Batch) -> str:
-    why = (
-        "compares the examples of a batch, and targets of weight 0 are replaced, as they may be "
-        "invalid: the others would be compared with wrong ones."
-    )
-    if owner == OBJECTIVE:
-        return (
-            f"This objective {why} Pass what it compares as inputs, which are kept, or leave the "
-            "examples of weight 0 out of the data."
-        )
-    is_by_output = isinstance(weights_of(batch, task.loss), Mapping)
-    way_out = "Pass one weight per example" if is_by_output else "Set across='batch' in the task"
-    return (
-        f"{owner} {why} {way_out}, which keeps all targets, or leave the examples of weight 0 out "
-        "of the data."
-    )
+        why = about_change(changed, self.text, self.n_parts, self.strategy.axis_name, pad=pad)
+        if self.text and why:
+            raise ValueError(why)

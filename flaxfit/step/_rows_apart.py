@@ -120,7 +120,7 @@ class _Pair(NamedTuple):
     def axis(self) -> int | None:
         """The axis of rows of its first result; None: it has none, or differs otherwise."""
         axes = _differing(*next(iter(_shapes(self.one, self.two))), self.factor)
-        return axes[0] if len(axes) == 1 else None
+        return axes[0] if axes and len(axes) == 1 else None
 
     def agree(self, *names: str) -> bool:
         """Whether parameters agree: those named, or all that hold no program."""
@@ -363,11 +363,11 @@ def _shape(variable: Any) -> Shape:
     return getattr(variable.aval, "shape", ())
 
 
-def _differing(one: Shape, two: Shape, factor: int) -> list[int]:
-    """The axes along which the sizes differ; [-1] if they are no sizes of such rows."""
+def _differing(one: Shape, two: Shape, factor: int) -> list[int] | None:
+    """The axes along which the sizes differ; None if they are no sizes of such rows."""
     pairs = list(zip(one, two, strict=False))
     if len(one) != len(two) or any(b not in (a, factor * a) for a, b in pairs):
-        return [-1]
+        return None
     return [axis for axis, (a, b) in enumerate(pairs) if a != b]
 
 

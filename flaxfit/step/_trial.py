@@ -45,7 +45,7 @@ class Difference(NamedTuple):
     chained: str = ""
     """The path of one that differs where the second half continues from the first."""
     penalty: str = ""
-    """Not empty where the penalty is not the mean of those of the halves."""
+    """The paths of what of the penalty is not the mean of those of the halves."""
 
 
 Run = Callable[[PyTree, Batch, int], Pass]
@@ -82,6 +82,7 @@ def try_halves(
     *,
     together: Run | None = None,
     continued: Callable[[PyTree, PyTree], PyTree] | None = None,
+    before: PyTree = (),
     compute: Callable[[str, PyTree], PyTree] = lambda owner, sums: sums,
     is_noisy: bool = False,
     draws: bool = False,
@@ -100,6 +101,8 @@ def try_halves(
         replicas; its results are stacked. None: `run` over each.
       continued: `(state, new model state) -> state`, if the second half is to continue from the
         first; None: both begin with `state`.
+      before: the model state before the pass. What a pass adds to a large number is compared by
+        itself.
       compute: what sums are read as, by what computes them: other sums may stand for the same.
       is_noisy: whether state and penalty depend on statistics of the batch, as documented.
       draws: whether something is drawn at random, perhaps always the same: rows of the second half
@@ -107,17 +110,18 @@ def try_halves(
     """
     batch = _some_rows(run, state, batch)
     n = n_examples(batch) // 2
-    wholes = [_read(run(state, _picked(batch, slice(2 * n)), seed)) for seed in _SEEDS]
+    seeds = _SEEDS if draws else _SEEDS[:1]
+    wholes = [_read(run(state, _picked(batch, slice(2 * n)), seed)) for seed in seeds]
     first, second = (_picked(batch, part) for part in (slice(n), slice(n, 2 * n)))
     try:
         if together is not None:
             stacked = jax.tree.map(lambda a, b: np.stack([a, b]), first, second)
-            both = [_read(together(state, stacked, seed)) for seed in _SEEDS]
+            both = [_read(together(state, stacked, seed)) for seed in seeds]
             ones, twos = ([jax.tree.map(lambda x, i=i: x[i], x) for x in both] for i in (0, 1))
         else:
-            ones = [_read(run(state, first, seed)) for seed in _SEEDS]
+            ones = [_read(run(state, first, seed)) for seed in seeds]
             after = state if continued is None else continued(state, ones[0].state)
-            twos = [_read(run(after, second, seed)) for seed in _SEEDS]
+            twos = [_read(run(after, second, seed)) for seed in seeds]
     except Exception:  # It takes one batch size only; dividing a batch then fails by itself.
         return Difference()
     whole, one, two = wholes[0], ones[0], twos[0]
@@ -130,24 +134,31 @@ def try_halves(
         return Difference(rows=owner)
     is_alike = is_random or is_noisy
 
-    def differs(path: str, pick: Callable[[Pass], PyTree], *, is_last: bool = False) -> bool:
+    olds = flat(before)
+
+    def differs(path: str, pick: Callable[[Pass], PyTree], *, is_state: bool = False) -> bool:
         a, b, c = ([flat(pick(x))[path] for x in passes] for passes in (wholes, ones, twos))
         if _is_key(a[0]):
             return False
+        old, rounding, is_last = olds.get(path) if is_state else None, 0.0, is_state and is_chain
+        if old is not None and old.shape == a[0].shape and old.dtype == a[0].dtype != bool:
+            old = np.asarray(old)
+            a, b, c = ([x - old for x in each] for each in (a, b, c))
+            if np.issubdtype(old.dtype, np.inexact):
+                rounding = 4 * float(np.finfo(old.dtype).eps * np.max(np.abs(old), initial=0))
         if is_alike:
             size = _size(c if is_last else [(x + y) / 2 for x, y in zip(b, c, strict=True)])
             return abs(_size(a) - size) > _ALIKE * max(_size(a), size)
         is_float = np.issubdtype(a[0].dtype, np.inexact)
         half = c[0] if is_last else (b[0] + c[0]) / 2 if is_float else b[0]
-        return _differ(a[0], half, _CLOSE)
+        return _differ(a[0], half, _CLOSE, rounding)
 
-    is_last = continued is not None
-    paths = [x for x in flat(whole.state) if differs(x, lambda p: p.state, is_last=is_last)]
+    is_chain = continued is not None
+    paths = [x for x in flat(whole.state) if differs(x, lambda p: p.state, is_state=True)]
     changed = "".join(paths[:1])
     penalties = [x for x in flat(whole.penalty) if differs(x, lambda p: p.penalty)]
-    return Difference(
-        "", *(("", changed) if is_last else (changed, "")), bool(penalties) * "penalty"
-    )
+    found = ("", changed) if is_chain else (changed, "")
+    return Difference("", *found, " ".join(path or "penalty" for path in penalties))
 
 
 def _owner_of_difference(
@@ -228,13 +239,13 @@ def _arrays(tree: PyTree) -> list[np.ndarray]:
     return [x for x in jax.tree.leaves(tree) if not _is_key(x)]
 
 
-def _differ(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
+def _differ(a: np.ndarray, b: np.ndarray, tolerance: float, rounding: float = 0.0) -> bool:
     """Whether arrays differ by more than a tolerance relative to their largest element."""
     if a.shape != b.shape:
         return True
     a, b = a.astype(np.float64), b.astype(np.float64)
-    finite = np.abs(a[np.isfinite(a)])
-    return not np.allclose(a, b, tolerance, tolerance * finite.max(initial=0), equal_nan=True)
+    largest = np.abs(a[np.isfinite(a)]).max(initial=0)
+    return not np.allclose(a, b, 0, tolerance * largest + rounding, equal_nan=True)
 
 
 def _size(arrays: list[np.ndarray]) -> float:

@@ -73,6 +73,16 @@ def test_a_model_that_combines_rows_is_not_divided(name, strategy):
             call()
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-6])
+def test_a_weight_that_begins_near_zero_hides_nothing(size):
+    def gated(w, x, variables):
+        return (x + variables["params"]["gate"] * x.mean(0)) @ w
+
+    state = {"params": {"w": jnp.asarray(W), "gate": jnp.asarray(size)}}
+    with pytest.raises(ValueError, match="from other examples of its batch"):
+        model_of(gated, FOUR["shard_map"](), state=state).fit(X, Y, 20, verbose=0)
+
+
 @pytest.mark.parametrize("name", [slow("segments"), "parents"])
 def test_its_rests_are_not_padded(name):
     model = model_of(COMBINING[name], ff.DataParallel(ONE))
@@ -105,15 +115,16 @@ def averaged(w, x, variables):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "accumulate", "option"),
+    ("strategy", "accumulate", "start", "option"),
     [
-        ("shard_map", 1, "4 devices.*jax.lax.psum"),
-        slow("virtual", 1, "virtual_replicas=4"),
-        (None, 4, "accumulate=4.*accumulate=1"),
+        ("shard_map", 1, 0.0, "4 devices.*jax.lax.psum"),
+        slow("pmap", 1, 1e6, "4 devices.*jax.lax.psum"),
+        slow("virtual", 1, 0.0, "virtual_replicas=4"),
+        (None, 4, 1.0, "accumulate=4.*accumulate=1"),
     ],
 )
-def test_a_state_that_is_not_the_mean_of_its_parts_is_refused(strategy, accumulate, option):
-    function, start = (counted, 0.0) if accumulate == 1 else (averaged, 1.0)
+def test_a_state_that_is_not_the_mean_of_its_parts_is_refused(strategy, accumulate, start, option):
+    function = counted if accumulate == 1 else averaged
     state = {"stats": {"rows": jnp.asarray(start)}}
     place = FOUR[strategy]() if strategy else ff.DataParallel(ONE)
     model = model_of(function, place, state=state, accumulate=accumulate)

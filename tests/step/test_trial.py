@@ -48,6 +48,7 @@ COMBINING = {
     "neighbors": lambda x: x[NEIGHBORS[: len(x)]].mean(1),
     "segments": lambda x: x - jax.ops.segment_sum(x, jnp.zeros(len(x), int), 1)[0],
     "number of rows": lambda x: x / len(x),
+    "number of rows and one": lambda x: x / jnp.ones(len(x) + 1).sum(),
     "position": lambda x: x * jnp.arange(len(x))[:, None],
     "pairs": lambda x: jnp.repeat(x.reshape(-1, 2, 4).sum(1), 2, 0),
     "joined rows": lambda x: (
