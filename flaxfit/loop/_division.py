@@ -33,7 +33,7 @@ from flaxfit.task._multi_output import LossByOutput
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._shapes import structure_of
-from flaxfit.tree._types import Array, Function, PyTree
+from flaxfit.tree._types import Array, ArrayLike, Function, PyTree
 
 _AMOUNT = 0.2
 """How far parameters are moved in the second trial."""
@@ -160,7 +160,7 @@ def _is_by_output(task: TrainTask | EvalTask, batch: Batch) -> bool:
     return isinstance(weights_of(batch, task.loss), Mapping)
 
 
-def _moved(state: PyTree, amount: Array) -> PyTree:
+def _moved(state: PyTree, amount: ArrayLike) -> PyTree:
     """The state after its parameters moved: a weight of zero hides what depends on it."""
 
     def moved(x: Array) -> Array:

@@ -25,7 +25,6 @@ from flaxfit.step import _metric_totals
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._eval_step import evaluated, make_eval_step
 from flaxfit.step._metric_totals import compute
-from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._validate import inspect
 from flaxfit.strategies import DataParallel, Strategy
 from flaxfit.task._companions import are_same
@@ -110,7 +109,6 @@ class EvalLoop:
         self._programs: dict[Hashable, Function] = {}
         self._traced: dict[Hashable, PyTree] = {}
         self._divided: dict[Hashable, str] = {}
-        self._once = TracedOnce()
         self._placed: PlacedCompanions | None = None
 
     @property
@@ -304,10 +302,10 @@ class EvalLoop:
         whole = None if whole is None else normalize(whole)
         if whole is not None and not is_cut:
             check_bounds(self._collecting, whole)
-        traced = inspect(self._once(self.task), state, batch, whole, bind, self._traced)
+        traced = inspect(self.task, state, batch, whole, bind, self._traced)
         result = traced.shapes
         why_not = examine(
-            for_all_outputs(self._once(self.task), result.outputs, batch),
+            for_all_outputs(self.task, result.outputs, batch),
             self.strategy,
             state,
             batch,
@@ -320,7 +318,7 @@ class EvalLoop:
 
     def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
         def update(state: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, PyTree]:
-            bound, (*position, batch) = self._companions.bound(self._once(self.task), others)
+            bound, (*position, batch) = self._companions.bound(self.task, others)
             measure = make_eval_step(
                 bound,
                 axis_name=strategy.axis_name,

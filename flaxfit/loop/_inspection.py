@@ -11,7 +11,6 @@ from flaxfit.loop._padding import Portion
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._scan import make_step
-from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._train_step import more_sums
 from flaxfit.step._validate import Traced, inspect, inspect_step, trace
 from flaxfit.strategies import Strategy
@@ -33,8 +32,6 @@ class Inspection:
     def __init__(self, task: TrainTask, strategy: Strategy, say: Callable[[str], None]):
         self._strategy, self._bind, self._say = strategy, strategy.bind, say
         self._n_devices = len(strategy.devices)
-        self.once = TracedOnce()
-        """Makes a task whose model is traced once, for the inspection and for all programs."""
         self._traced: dict[Hashable, Traced] = {}
         self._divided: dict[Hashable, str] = {}
         self._said: set[str] = set()
@@ -54,7 +51,6 @@ class Inspection:
     def forget(self) -> None:
         """Forgets what was traced."""
         self._traced, self._divided, self._is_slow = {}, {}, {}
-        self.once.forget()
 
     def __call__(
         self,
@@ -71,7 +67,6 @@ class Inspection:
 
         Returns the shapes and dtypes of the sums of a step, and why padding is unsafe, or "".
         """
-        task = self.once(task)
         if task.step is not None:
             traced = inspect_step(task, make_step(task), state, batch, data, self._bind)
             sums, why_not = traced.shapes, "the task has a custom step"

@@ -18,7 +18,6 @@ from flaxfit.loop._padding import Padder, may_be_whole
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
 from flaxfit.step._passes import MODEL
-from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._trial import Pass
 from flaxfit.step._validate import streams_explained, trace
 from flaxfit.strategies import Strategy
@@ -41,7 +40,7 @@ class Predictor:
     def __init__(self, task: EvalTask):
         self.task = task
         self._make = functools.partial(
-            make_predict_step, TracedOnce()(task).apply, precision=task.precision, rngs=task.rngs
+            make_predict_step, task.apply, precision=task.precision, rngs=task.rngs
         )
         self._programs: dict[Hashable, Function] = {}
         self._checked: dict[Hashable, str] = {}

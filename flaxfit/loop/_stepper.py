@@ -215,7 +215,7 @@ class Stepper:
         if update is None:
             with self.programs.compiling(portion, self.step + 1):
                 update = build_update(
-                    self.inspection.once(self.task),
+                    self.task,
                     placed.layout,
                     self.companions,
                     portion,
