@@ -27,7 +27,7 @@ from flaxfit.step._passes import (
     pass_of,
     prove,
 )
-from flaxfit.step._trial import Difference, try_halves, try_rows
+from flaxfit.step._trial import Difference, try_halves, try_part, try_rows
 from flaxfit.strategies import Strategy
 from flaxfit.task._multi_output import LossByOutput
 from flaxfit.task._task import EvalTask, TrainTask
@@ -75,7 +75,8 @@ def examine(
     may_gather = not (is_apart or isinstance(task.loss, LossByOutput))
     with_losses = is_replaced or task.across is None and (task.pad or not may_gather)
     run, is_noisy = pass_of(task, with_losses=with_losses), has_statistics(task, state)
-    division = Division(strategy, run, n_parts, is_noisy, _values_of(task))
+    still = pass_of(task, with_losses=with_losses, evaluates=True)
+    division = Division(strategy, run, n_parts, is_noisy, _values_of(task), still)
     is_asked = division.text or is_replaced or may_pad and not why_not
     # Such a hook is given examples one by one, and nothing else is allowed there.
     if not is_asked or getattr(task, "example_grads_hook", None) is not None:
@@ -186,6 +187,8 @@ class Division(NamedTuple):
     """Whether the model keeps statistics of the batch, as BatchNorm does."""
     compute: Function = lambda owner, sums: sums
     """What the sums of a metric stand for, see `try_halves`."""
+    still: Function | None = None
+    """The pass in evaluation mode, where nothing may be random."""
 
     @property
     def n_replicas(self) -> int:
@@ -237,7 +240,7 @@ class Division(NamedTuple):
             batch = batch if load is None else load()
             for amount in (0.0, _AMOUNT) if load is None else (0.0,):
                 own = self._own(state), np.float32(amount)
-                found = self._tried(run, own, batch, states, proof)
+                found = self._tried(run, own, batch, states, proof, n)
                 if found[0] or any(found[1]):
                     break
         if self.strategy.n_processes > 1:
@@ -256,20 +259,16 @@ class Division(NamedTuple):
         return batch._replace(inputs=run(moved, batch, states))
 
     def _tried(
-        self, run: Function, state: PyTree, batch: Batch, states: PyTree, proof: Proof
+        self, run: Function, state: PyTree, batch: Batch, states: PyTree, proof: Proof, n: int
     ) -> tuple[str, Difference]:
         """Tries it, where it is not proved; the state comes with how far to move parameters."""
         axis, jit = self.strategy.axis_name, (lambda f: f) if runs_eagerly(run) else jax.jit
-        each = jax.vmap(self.run, (None, 0, None, None), axis_name=axis)
-        alone, mapped = (
-            jit(lambda state, *others, f=f: f(_moved(*state), *others)) for f in (run, each)
-        )
 
-        def one(state: PyTree, batch: Batch, seed: int) -> PyTree:
-            return alone(state, batch, states, seed)
+        def made(function: Function) -> Function:
+            moved = jit(lambda state, *others: function(_moved(*state), *others))
+            return lambda state, batch, seed: moved(state, batch, states, seed)
 
-        def together(state: PyTree, both: Batch, seed: int) -> PyTree:
-            return mapped(state, both, states, seed)
+        one, together = made(run), made(jax.vmap(self.run, (None, 0, None, None), axis_name=axis))
 
         halves = functools.partial(
             *(try_halves, one, state, batch),
@@ -280,9 +279,15 @@ class Division(NamedTuple):
         )
         mixed, changed = try_rows(one, state, batch), Difference()
         is_joint = proof.names_axis and axis is not None and self.n_parts == 1
+        if not proof.is_alike and not (is_joint or mixed):
+            mixed = try_part(one, state, batch, n)
         if not (is_joint or mixed):
             changed = halves()
             mixed = changed.rows
+        is_unseen = proof.draws and not self.is_noisy
+        if is_unseen and self.still is not None and not (is_joint or mixed):
+            still = made(self.strategy.bind(self.still))
+            mixed = try_halves(still, state, batch, compute=self.compute).rows
         if mixed and not is_joint:
             changed = Difference(rows=mixed)
         # A loss of the library looks for the axis, and finds none where none is mapped. Rows that

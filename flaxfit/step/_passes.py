@@ -16,7 +16,7 @@ from flaxfit.step._compare import ForwardPass
 from flaxfit.step._forward import forward, forward_eval
 from flaxfit.step._jaxpr import holds
 from flaxfit.step._model_call import with_updates
-from flaxfit.step._rows_apart import FREE, SUM, Kind, kinds_of_results
+from flaxfit.step._rows_apart import FREE, Kind, OtherProgram, kinds_of_results
 from flaxfit.step._trial import Pass
 from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
@@ -37,7 +37,9 @@ def has_statistics(task: TrainTask | EvalTask, state: PyTree) -> bool:
     return isinstance(model_state, Mapping) and STATISTICS in model_state
 
 
-def pass_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Function:
+def pass_of(
+    task: TrainTask | EvalTask, *, with_losses: bool = True, evaluates: bool = False
+) -> Function:
     """Makes the pass of a task: `(state, batch, states of companions, seed) -> Pass`.
 
     A model with statistics of the batch has its rows computed in evaluation mode, so that other
@@ -46,6 +48,7 @@ def pass_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Function
     Args:
       task: what to train or to measure.
       with_losses: whether a value of the loss has to depend on its own row alone.
+      evaluates: whether to compute no more than rows and sums, in evaluation mode.
     """
 
     own = {
@@ -58,7 +61,7 @@ def pass_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Function
         bound = with_states(task, states)
         bound.__dict__["metrics"] = own  # The sums of others add up.
         result = measured = _forward(bound, state, batch, seed)
-        if has_statistics(task, state):
+        if evaluates or has_statistics(task, state):
             measured = _forward(_in_evaluation(bound), state, batch, seed)
         kept = result.model_state if isinstance(task, TrainTask) else {}
         kept = {name: each for name, each in kept.items() if name != STATISTICS}
@@ -66,7 +69,8 @@ def pass_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Function
             rows = {OBJECTIVE: (measured.values, measured.weights)}
         else:
             rows = {MODEL: measured.outputs} | _compared(task, measured.outputs, batch, with_losses)
-        return Pass(rows, _sums(bound, measured), kept, result.sown)
+        sums = _sums(bound, measured)
+        return Pass(rows, sums) if evaluates else Pass(rows, sums, kept, result.sown)
 
     return run
 
@@ -149,6 +153,8 @@ class Proof(NamedTuple):
     """Whether numbers are drawn at random, as far as that is known."""
     names_axis: bool = False
     """Whether it names the axis of replicas, and may combine these by itself."""
+    is_alike: bool = True
+    """Whether the two programs differ in sizes alone, as far as they were compared."""
 
 
 def prove(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, factor: int) -> Proof:
@@ -175,14 +181,18 @@ def prove(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, fa
         *(Kind(0) if each else FREE for each in jax.tree.leaves(is_row)),
         *(FREE for _ in jax.tree.leaves((states, 0))),
     ]
-    # Every result with what it may be.
-    wanted = ((FREE, Kind(0)), (SUM,), (FREE,), (FREE,))
+    # Every result with what it may be. No rule tells sums, which are tried.
+    wanted = ((FREE, Kind(0)), (), (FREE,), (FREE,))
     allowed = [
         kinds for tree, kinds in zip(found, wanted, strict=True) for _ in jax.tree.leaves(tree)
     ]
-    kinds = kinds_of_results(one, two, leaves, n, factor)
+    draws = any(holds(one, name) for name in ("random_bits", "threefry2x32"))
+    try:
+        kinds = kinds_of_results(one, two, leaves, n, factor)
+    except OtherProgram:
+        return Proof(is_apart=False, draws=draws, is_alike=False)
     is_apart = all(kind in each for kind, each in zip(kinds, allowed, strict=True))
-    return Proof(is_apart, any(holds(one, name) for name in ("random_bits", "threefry2x32")))
+    return Proof(is_apart, draws)
 
 
 def _traced(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int) -> tuple[Any, Any]:

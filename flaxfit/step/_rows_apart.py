@@ -17,13 +17,10 @@ class Kind(NamedTuple):
 
     axis: int | None = None
     """The axis of rows. Slice i depends on row i alone, neither on i nor on the number of rows."""
-    is_sum: bool = False
-    """Whether it is a sum over the rows, of an array of one value for each."""
 
 
 FREE = Kind()
 """It depends neither on the rows nor on their number."""
-SUM = Kind(is_sum=True)
 Known: TypeAlias = Kind | None
 """None: unproven."""
 
@@ -42,13 +39,14 @@ _REDUCTIONS |= {"argmax", "argmin"}
 _ALONG = {name: "axis" for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")}
 _ALONG |= {"sort": "dimension", "rev": "dimensions", "split": "axis", "concatenate": "dimension"}
 _CALLS = {"jit", "pjit", "closed_call", "checkpoint", "custom_jvp_call"}
-# Of sums over rows, these are such sums again.
-_ADDITIVE = {"add", "add_any", "sub", "neg", "copy", "copy_p", "name", "reduce_sum", "slice"}
-_ADDITIVE |= {"broadcast_in_dim", "reshape", "squeeze", "transpose", "concatenate"}
 _CONVOLUTION = (
     *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
     *("feature_group_count", "batch_group_count"),
 )
+
+
+class OtherProgram(Exception):
+    """Raised where a program for another number of rows has other operations."""
 
 
 def kinds_of_results(
@@ -68,11 +66,16 @@ def kinds_of_results(
 
     Returns:
       The kinds of its results. A primitive that is not listed here proves nothing.
+
+    Raises:
+      OtherProgram: the two differ in more than sizes.
     """
     a, b = getattr(one, "jaxpr", one), getattr(two, "jaxpr", two)
-    unproven: list[Known] = [None] * len(a.outvars)
     if len(a.eqns) != len(b.eqns) or len(a.outvars) != len(b.outvars):
-        return unproven
+        raise OtherProgram
+    twins: dict[Any, Any] = dict(
+        zip((*a.invars, *a.constvars), (*b.invars, *b.constvars), strict=True)
+    )
     constants = zip(getattr(one, "consts", ()), getattr(two, "consts", ()), strict=False)
     known: dict[Any, Known] = dict(zip(a.invars, given, strict=True))
     known |= dict(zip(a.constvars, (FREE if _same(*c) else None for c in constants), strict=False))
@@ -81,11 +84,14 @@ def kinds_of_results(
         if isinstance(x, Literal) or isinstance(y, Literal):
             is_same = isinstance(x, Literal) and isinstance(y, Literal) and _same(x.val, y.val)
             return FREE if is_same else None
+        if twins[x] is not y:
+            raise OtherProgram
         return known.get(x)
 
     for x, y in zip(a.eqns, b.eqns, strict=True):
         if x.primitive is not y.primitive or len(x.invars) != len(y.invars):
-            return unproven
+            raise OtherProgram
+        twins.update(zip(x.outvars, y.outvars, strict=True))
         operands = [of(*pair) for pair in zip(x.invars, y.invars, strict=True)]
         if None in operands:
             continue
@@ -144,23 +150,17 @@ def _results(pair: _Pair) -> list[Known]:
         return pair.all(Kind(pair.axis) if operands == [FREE] else None)
     if not any(_differ(pair)) and all(each == FREE for each in operands):
         return pair.all(FREE if pair.agree() else None)
-    if any(each.is_sum for each in operands):
-        return pair.all(SUM if _is_linear(pair) else None)
     if len(pair.axes) > 1 and name not in ("dot_general", "gather"):
         return pair.all(None)
     if name in _ELEMENTWISE:
         return pair.all(Kind(pair.axis) if pair.agree() else None)
     if name in _REDUCTIONS:
-        if not pair.agree():
-            return pair.all(None)
         is_gone = bool(pair.axes & {*pair.one.params["axes"]})
-        return pair.all((SUM if name == "reduce_sum" else None) if is_gone else Kind(pair.axis))
+        return pair.all(Kind(pair.axis) if pair.agree() and not is_gone else None)
     if name in _ALONG:
         along = pair.one.params[_ALONG[name]]
         is_along = pair.axes & {*along} if isinstance(along, tuple) else along in pair.axes
         return pair.all(Kind(pair.axis) if pair.agree() and not is_along else None)
-    if name == "dot_general" and _is_sum_of_products(pair):
-        return pair.all(SUM)
     rule, axis = _RULES.get(name), pair.axis
     is_apart = rule is not None and axis is not None and rule(pair, axis)
     return pair.all(Kind(axis) if is_apart else None)
@@ -169,21 +169,6 @@ def _results(pair: _Pair) -> list[Known]:
 def _differ(pair: _Pair) -> list[bool]:
     """Whether each result has another shape for another number of rows."""
     return [one != two for one, two in _shapes(pair.one, pair.two)]
-
-
-def _is_linear(pair: _Pair) -> bool:
-    """Whether a result is a sum over rows, as all or one of the operands are."""
-    n_sums = sum(each.is_sum for each in pair.operands)
-    is_all = n_sums == len(pair.operands)
-    if any(_differ(pair)) or len(pair.axes) or not pair.agree():
-        return False
-    if pair.name == "convert_element_type":  # To whole numbers it would round.
-        return np.issubdtype(pair.one.params["new_dtype"], np.inexact)
-    if pair.name == "div":
-        return pair.operands[0].is_sum and n_sums == 1
-    if pair.name in ("mul", "dot_general"):
-        return n_sums == 1
-    return is_all and pair.name in _ADDITIVE
 
 
 def _broadcast(pair: _Pair, axis: int) -> bool:
@@ -224,15 +209,6 @@ def _multiplied(pair: _Pair, axis: int) -> bool:
     return axis >= before and all(
         kind.axis not in along for kind, along in zip(pair.operands, contracted, strict=True)
     )
-
-
-def _is_sum_of_products(pair: _Pair) -> bool:
-    """Whether both operands have rows, which are summed over."""
-    names = "dimension_numbers", "precision", "preferred_element_type"
-    (one, two), _ = pair.one.params["dimension_numbers"]
-    a, b = (kind.axis for kind in pair.operands)
-    are_summed = a in one and b in two and one.index(a) == two.index(b)
-    return are_summed and pair.agree(*names)
 
 
 def _convolved(pair: _Pair, axis: int) -> bool:
@@ -279,7 +255,7 @@ def _gathered(pair: _Pair, axis: int) -> bool:
     numbers, (array, indices) = pair.one.params["dimension_numbers"], pair.operands
     names = "dimension_numbers", "mode", "fill_value", "indices_are_sorted", "unique_indices"
     sizes = [each.params["slice_sizes"] for each in (pair.one, pair.two)]
-    if not pair.agree(*names):
+    if array == indices == FREE or not pair.agree(*names):
         return False
     if indices.axis is None:
         shapes = [_shape(each.invars[0]) for each in (pair.one, pair.two)]
@@ -334,7 +310,6 @@ def _scanned(pair: _Pair) -> list[Known]:
     given = [*pair.operands[:n_before], *over]
     found = kinds_of_results(bodies[0], bodies[1], given, pair.n, pair.factor)
     carry = pair.operands[n_before - n_carry : n_before]
-    # A sum of a step is one over the rows; what is added up over the steps is one, too.
     if None in given or found[:n_carry] != carry:
         return pair.all(None)
     return [*carry, *(_shifted(each, 1) for each in found[n_carry:])]

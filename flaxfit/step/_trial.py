@@ -17,6 +17,8 @@ _SAME = 1e-5
 """Relative to the largest element, between two runs of a program, in which rows round alike."""
 _CLOSE = 1e-2
 """Between programs for batches of different sizes, which round in 16 bits at worst."""
+_NOISE = 1e-6
+"""Of the typical element, or of 1: elements near zero are rounding errors."""
 _ALIKE = 0.3
 """Between the magnitudes of random results: half of the examples have half of a sum."""
 _SEEDS = range(5)
@@ -68,10 +70,22 @@ def try_rows(run: Run, state: PyTree, batch: Batch) -> str:
     places = np.arange(n)
     for is_other in (places < n // 2, places >= n // 2, places % 2 == 0):
         found = _read(run(state, _with_other_rows(batch, is_other), 0))
-        for owner, rows in whole.rows.items():
+        for owner, rows in _in_order(whole):
             for a, b in zip(_arrays(rows), _arrays(found.rows[owner]), strict=True):
                 if a.shape[:1] == (n,) and _differ(a[~is_other], b[~is_other], _SAME):
                     return owner
+    return ""
+
+
+def try_part(run: Run, state: PyTree, batch: Batch, n: int) -> str:
+    """Returns the owner of rows that differ where the first `n` examples are alone, or ""."""
+    n = max(1, min(n, n_examples(batch) // 2))
+    whole = _read(run(state, _picked(batch, slice(None)), 0))
+    part = _read(run(state, _picked(batch, slice(n)), 0))
+    for owner, rows in _in_order(whole):
+        for a, b in zip(_arrays(rows), _arrays(part.rows[owner]), strict=True):
+            if a.ndim and b.shape[:1] == (n,) and _differ(a[:n], b, _CLOSE):
+                return owner
     return ""
 
 
@@ -170,7 +184,7 @@ def _owner_of_difference(
     draws: bool,
 ) -> str:
     """What computes rows that differ in a half, or sums that do not add up; "" if nothing."""
-    for owner, rows in whole.rows.items():
+    for owner, rows in _in_order(whole):
         for a, b, c in zip(*map(_arrays, (rows, one.rows[owner], two.rows[owner])), strict=True):
             is_by_row = (a.shape[:1], b.shape[:1]) == ((2 * n,), (n,))
             if is_by_row and (_differ(a[:n], b, _CLOSE) or not draws and _differ(a[n:], c, _CLOSE)):
@@ -181,6 +195,11 @@ def _owner_of_difference(
         if not draws and any(_differ(np.asarray(a), np.asarray(b), _CLOSE) for a, b in pairs):
             return owner
     return ""
+
+
+def _in_order(found: Pass) -> list[tuple[str, PyTree]]:
+    """The rows by what computes them: the model before the loss and the metrics, which use it."""
+    return sorted(found.rows.items(), reverse=True)
 
 
 def _some_rows(run: Run, state: PyTree, batch: Batch) -> Batch:
@@ -240,12 +259,20 @@ def _arrays(tree: PyTree) -> list[np.ndarray]:
 
 
 def _differ(a: np.ndarray, b: np.ndarray, tolerance: float, rounding: float = 0.0) -> bool:
-    """Whether arrays differ by more than a tolerance relative to their largest element."""
+    """Whether arrays differ by more than a tolerance relative to the largest that differs.
+
+    Large constants, such as those of masks, are equal, and do not hide smaller elements.
+    """
     if a.shape != b.shape:
         return True
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    largest = np.abs(a[np.isfinite(a)]).max(initial=0)
-    return not np.allclose(a, b, 0, tolerance * largest + rounding, equal_nan=True)
+    a, b = (x.astype(np.float64) for x in np.broadcast_arrays(a, b))
+    is_other = ~np.isclose(a, b, 0, 0, equal_nan=True)
+    typical = np.median(np.abs(a[np.isfinite(a)])) if np.isfinite(a).any() else 0
+    a, b = a[is_other], b[is_other]
+    if not np.isfinite([a, b]).all():
+        return True
+    allowed = tolerance * np.abs([a, b]).max(initial=0) + _NOISE * min(1, typical) + rounding
+    return bool((np.abs(a - b) > allowed).any())
 
 
 def _size(arrays: list[np.ndarray]) -> float:

@@ -243,6 +243,27 @@ def test_a_loss_that_compares_rows_is_refused_beside_batchnorm_too():
         model.fit(X, Y, 20, verbose=0)
 
 
+class Dropped(nn.Module):
+    is_placed: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = x + jnp.arange(len(x))[:, None] if self.is_placed else x
+        return nn.Dense(2)(nn.Dropout(0.1, deterministic=not train)(x))
+
+
+@pytest.mark.parametrize(("is_placed", "owner"), [(False, "loss"), slow(True, "model")])
+def test_dropout_hides_neither_the_number_nor_the_place_of_rows(is_placed, owner):
+    def loss(outputs, targets):
+        return ((outputs - targets) ** 2).sum(-1) / (1 if is_placed else len(outputs))
+
+    model = ff.Model(Dropped(is_placed), optax.sgd(0.1), loss, strategy=FOUR["shard_map"]())
+    with pytest.raises(ValueError, match=f"The {owner} .* other examples"):
+        model.fit(X, Y, 20, verbose=0)
+    model = ff.Model(Dropped(), optax.sgd(0.1), "mse", strategy=FOUR["shard_map"]())
+    model.fit(X, Y, 20, verbose=0)
+
+
 def residual(apply, batch, rngs):
     """The square of u' + u at each point, and of u - 1 at a fixed boundary."""
     (x,) = batch.inputs

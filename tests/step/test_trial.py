@@ -31,7 +31,21 @@ def highest(x):
     return jax.lax.fori_loop(0, len(x), lambda i, best: jnp.maximum(best, x[i]), jnp.full(4, -9.0))
 
 
+def branched(x):
+    a, b = jnp.sin(x), jnp.cos(x)
+    return a if len(x) > 4 else b
+
+
+def table_from(start, n):
+    return jax.lax.dynamic_slice(jnp.arange(80.0).reshape(20, 4), (start, 0), (n, 4))
+
+
+def masked(x):
+    return jnp.where(jnp.arange(4) < 3, x - x.mean(0), -1e9)
+
+
 COMBINING = {
+    "mean beside large constants": masked,
     "mean": lambda x: x - x.mean(0),
     "products": lambda x: (x @ x.T) @ x,
     "sort": lambda x: jnp.sort(x, 0),
@@ -48,6 +62,8 @@ COMBINING = {
     "neighbors": lambda x: x[NEIGHBORS[: len(x)]].mean(1),
     "segments": lambda x: x - jax.ops.segment_sum(x, jnp.zeros(len(x), int), 1)[0],
     "number of rows": lambda x: x / len(x),
+    "operations by the number of rows": branched,
+    "places in a table": lambda x: x + jax.vmap(lambda i: table_from(i, len(x)))(jnp.arange(3))[0],
     "number of rows and one": lambda x: x / jnp.ones(len(x) + 1).sum(),
     "position": lambda x: x * jnp.arange(len(x))[:, None],
     "pairs": lambda x: jnp.repeat(x.reshape(-1, 2, 4).sum(1), 2, 0),
