@@ -27,7 +27,7 @@ from flaxfit.step._passes import (
     pass_of,
     prove,
 )
-from flaxfit.step._trial import Difference, try_halves, try_part, try_rows
+from flaxfit.step._trial import Difference, try_halves, try_parts, try_rows
 from flaxfit.strategies import Strategy
 from flaxfit.task._multi_output import LossByOutput
 from flaxfit.task._task import EvalTask, TrainTask
@@ -277,10 +277,11 @@ class Division(NamedTuple):
             is_noisy=self.is_noisy,
             draws=proof.draws,
         )
-        mixed, changed = try_rows(one, state, batch), Difference()
+        mixed = try_rows(one, state, batch, all_rows=not proof.is_alike)
+        changed = Difference()
         is_joint = proof.names_axis and axis is not None and self.n_parts == 1
         if not proof.is_alike and not (is_joint or mixed):
-            mixed = try_part(one, state, batch, n)
+            mixed = try_parts(one, state, batch, n)
         if not (is_joint or mixed):
             changed = halves()
             mixed = changed.rows

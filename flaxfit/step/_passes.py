@@ -25,6 +25,7 @@ from flaxfit.tree._single_replica import unbound_axis
 from flaxfit.tree._types import Function, PyTree
 
 MODEL, OBJECTIVE = "The model", "The objective"
+_DRAWS = "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"
 STATISTICS = "batch_stats"
 """The collection of the statistics that BatchNorm keeps, which depend on the division."""
 
@@ -186,7 +187,7 @@ def prove(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, fa
     allowed = [
         kinds for tree, kinds in zip(found, wanted, strict=True) for _ in jax.tree.leaves(tree)
     ]
-    draws = any(holds(one, name) for name in ("random_bits", "threefry2x32"))
+    draws = any(holds(one, name) for name in _DRAWS)
     try:
         kinds = kinds_of_results(one, two, leaves, n, factor)
     except OtherProgram:

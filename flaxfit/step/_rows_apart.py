@@ -93,13 +93,15 @@ def kinds_of_results(
             raise OtherProgram
         twins.update(zip(x.outvars, y.outvars, strict=True))
         operands = [of(*pair) for pair in zip(x.invars, y.invars, strict=True)]
-        if None in operands:
-            continue
-        found = _results(_Pair(x, y, operands, n, factor))
+        found = [None] * len(x.outvars)
+        if None not in operands:
+            found = _results(_Pair(x, y, operands, n, factor))
         for variable, kind, shapes in zip(x.outvars, found, _shapes(x, y), strict=True):
+            if (axes := _differing(*shapes, factor)) is None:
+                raise OtherProgram
             # What a rule says of the axis has to be what the shapes say.
-            axes = [] if kind is None or kind.axis is None else [kind.axis]
-            known[variable] = kind if kind and _differing(*shapes, factor) == axes else None
+            said = [] if kind is None or kind.axis is None else [kind.axis]
+            known[variable] = kind if axes == said else None
     return [of(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
 
 

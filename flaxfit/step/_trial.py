@@ -1,6 +1,6 @@
 """Trial: what the results of a pass are where the batch is changed, shortened or divided."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ _NOISE = 1e-6
 """Of the typical element, or of 1: elements near zero are rounding errors."""
 _ALIKE = 0.3
 """Between the magnitudes of random results: half of the examples have half of a sum."""
-_SEEDS = range(5)
+_N_SEEDS = 12
 
 
 class Pass(NamedTuple):
@@ -54,7 +54,7 @@ Run = Callable[[PyTree, Batch, int], Pass]
 """`(state, batch, seed) -> results`; the seed changes what is drawn at random."""
 
 
-def try_rows(run: Run, state: PyTree, batch: Batch) -> str:
+def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -> str:
     """Returns the owner of rows that change where other rows of the batch do, or "".
 
     Replaced are the first half, the second half, and every second row. A trial cannot see what
@@ -64,8 +64,9 @@ def try_rows(run: Run, state: PyTree, batch: Batch) -> str:
       run: the pass.
       state: the state.
       batch: the examples, of which a few are taken.
+      all_rows: whether to take all of them.
     """
-    batch = _some_rows(run, state, batch)
+    batch = _picked(batch, slice(None)) if all_rows else _some_rows(run, state, batch)
     whole, n = _read(run(state, batch, 0)), n_examples(batch)
     places = np.arange(n)
     for is_other in (places < n // 2, places >= n // 2, places % 2 == 0):
@@ -77,15 +78,19 @@ def try_rows(run: Run, state: PyTree, batch: Batch) -> str:
     return ""
 
 
-def try_part(run: Run, state: PyTree, batch: Batch, n: int) -> str:
-    """Returns the owner of rows that differ where the first `n` examples are alone, or ""."""
+def try_parts(run: Run, state: PyTree, batch: Batch, n: int) -> str:
+    """Returns the owner of rows that differ where `n` examples at either end are alone, or "".
+
+    For programs that have other operations for other numbers of rows: all of the batch is taken.
+    """
     n = max(1, min(n, n_examples(batch) // 2))
     whole = _read(run(state, _picked(batch, slice(None)), 0))
-    part = _read(run(state, _picked(batch, slice(n)), 0))
-    for owner, rows in _in_order(whole):
-        for a, b in zip(_arrays(rows), _arrays(part.rows[owner]), strict=True):
-            if a.ndim and b.shape[:1] == (n,) and _differ(a[:n], b, _CLOSE):
-                return owner
+    for place in (slice(n), slice(-n, None)):
+        part = _read(run(state, _picked(batch, place), 0))
+        for owner, rows in _in_order(whole):
+            for a, b in zip(_arrays(rows), _arrays(part.rows[owner]), strict=True):
+                if a.ndim and b.shape[:1] == (n,) and _differ(a[place], b, _CLOSE):
+                    return owner
     return ""
 
 
@@ -105,7 +110,7 @@ def try_halves(
 
     The rows of the first half must be those of the whole, sums must add up, state and penalty must
     be the means of those of the halves. Random results, which are others for another size, are
-    compared by their magnitude.
+    compared by their magnitude and on average over seeds.
 
     Args:
       run: the pass.
@@ -124,8 +129,11 @@ def try_halves(
     """
     batch = _some_rows(run, state, batch)
     n = n_examples(batch) // 2
-    seeds = _SEEDS if draws else _SEEDS[:1]
+    seeds = range(2 if draws else 1)
     wholes = [_read(run(state, _picked(batch, slice(2 * n)), seed)) for seed in seeds]
+    if draws and _arrays((wholes[0].state, wholes[0].penalty)):
+        seeds = range(_N_SEEDS)
+        wholes += [_read(run(state, _picked(batch, slice(2 * n)), seed)) for seed in seeds[2:]]
     first, second = (_picked(batch, part) for part in (slice(n), slice(n, 2 * n)))
     try:
         if together is not None:
@@ -146,28 +154,28 @@ def try_halves(
     )
     if not is_random and (owner := _owner_of_difference(whole, one, two, n, compute, draws)):
         return Difference(rows=owner)
-    is_alike = is_random or is_noisy
-
-    olds = flat(before)
+    olds, is_chain = flat(before), continued is not None
 
     def differs(path: str, pick: Callable[[Pass], PyTree], *, is_state: bool = False) -> bool:
         a, b, c = ([flat(pick(x))[path] for x in passes] for passes in (wholes, ones, twos))
         if _is_key(a[0]):
             return False
-        old, rounding, is_last = olds.get(path) if is_state else None, 0.0, is_state and is_chain
+        old, rounding = olds.get(path) if is_state else None, 0.0
         if old is not None and old.shape == a[0].shape and old.dtype == a[0].dtype != bool:
             old = np.asarray(old)
             a, b, c = ([x - old for x in each] for each in (a, b, c))
             if np.issubdtype(old.dtype, np.inexact):
                 rounding = 4 * float(np.finfo(old.dtype).eps * np.max(np.abs(old), initial=0))
-        if is_alike:
-            size = _size(c if is_last else [(x + y) / 2 for x, y in zip(b, c, strict=True)])
-            return abs(_size(a) - size) > _ALIKE * max(_size(a), size)
-        is_float = np.issubdtype(a[0].dtype, np.inexact)
-        half = c[0] if is_last else (b[0] + c[0]) / 2 if is_float else b[0]
-        return _differ(a[0], half, _CLOSE, rounding)
+        half = b
+        if is_state and is_chain:
+            half = c
+        elif np.issubdtype(a[0].dtype, np.inexact):
+            half = [(x + y) / 2 for x, y in zip(b, c, strict=True)]
+        if not is_noisy and not any(_differ(a[0], x, _SAME) for x in a[1:]):
+            return _differ(a[0], half[0], _CLOSE, rounding)
+        is_larger = abs(_size(a) - _size(half)) > _ALIKE * max(_size(a), _size(half))
+        return is_larger or not is_noisy and _differ_on_average(a, half)
 
-    is_chain = continued is not None
     paths = [x for x in flat(whole.state) if differs(x, lambda p: p.state, is_state=True)]
     changed = "".join(paths[:1])
     penalties = [x for x in flat(whole.penalty) if differs(x, lambda p: p.penalty)]
@@ -273,6 +281,14 @@ def _differ(a: np.ndarray, b: np.ndarray, tolerance: float, rounding: float = 0.
         return True
     allowed = tolerance * np.abs([a, b]).max(initial=0) + _NOISE * min(1, typical) + rounding
     return bool((np.abs(a - b) > allowed).any())
+
+
+def _differ_on_average(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    """Whether the means of random arrays differ by far more than their standard errors."""
+    differences = np.stack(a).astype(np.float64) - np.stack(b)
+    mean = np.abs(differences.mean(0))
+    error = differences.std(0, ddof=1) / len(a) ** 0.5
+    return bool(((mean > 10 * error) & (mean > 0.05 * np.abs(a).max(initial=0))).any())
 
 
 def _size(arrays: list[np.ndarray]) -> float:

@@ -7,7 +7,7 @@ import pytest
 
 from flaxfit.data._batch import Batch
 from flaxfit.step._passes import prove
-from flaxfit.step._trial import Pass, try_halves, try_rows
+from flaxfit.step._trial import Pass, try_halves, try_parts, try_rows
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(16, 4)).astype(np.float32)
@@ -90,11 +90,32 @@ def run_of(function):
     return jax.jit(lambda state, batch, seed: Pass({"it": function(*batch.inputs)}))
 
 
-def is_proven(function):
+def proof_of(function):
     def run(state, batch, states, seed):
         return Pass({"it": function(*batch.inputs)})
 
-    return prove(run, (), Batch((X,)), (), 4, 4).is_apart
+    return prove(run, (), Batch((X,)), (), 4, 4)
+
+
+def is_proven(function):
+    return proof_of(function).is_apart
+
+
+def within_capacity(x):
+    """Leaves out the rows beyond so many, which a part of the batch has fewer of."""
+    n_kept = max(8, len(x) // 2 + 2)
+    return x * jax.nn.one_hot(jnp.arange(len(x)), n_kept).sum(1, keepdims=True)
+
+
+def test_all_rows_are_taken_where_operations_depend_on_their_number():
+    assert not proof_of(within_capacity).is_alike and proof_of(KEEPING["product"]).is_alike
+    run = run_of(within_capacity)
+    assert try_parts(run, (), Batch((X,)), 4) == "it"
+    assert not try_parts(run_of(KEEPING["product"]), (), Batch((X,)), 4)
+
+
+def test_draws_are_known_by_their_primitives():
+    assert proof_of(lambda x: jax.random.gamma(jax.random.key(0), jnp.abs(x) + 1)).draws
 
 
 @pytest.mark.parametrize("name", COMBINING)
@@ -147,7 +168,11 @@ def test_state_and_penalty_have_to_be_means_of_those_of_the_halves(name):
     assert (found.state, bool(found.penalty)) == ("" if is_kept else "seen/it", not is_kept)
 
 
-@pytest.mark.parametrize(("reduce", "is_kept"), [(jnp.sum, False), (jnp.mean, True)])
+@pytest.mark.parametrize(
+    ("reduce", "is_kept"),
+    [(jnp.sum, False), (jnp.mean, True), (lambda x: jnp.sqrt(jnp.sum(x)), False)],
+    ids=["sum", "mean", "norm"],
+)
 def test_a_random_penalty_is_compared_by_its_magnitude(reduce, is_kept):
     def run(state, batch, seed):
         key = jax.random.fold_in(jax.random.key(0), seed)
