@@ -193,7 +193,8 @@ class ProgressBar:
         self._best = state["best"][0], state["best"][1]
 
     def recall(self, history: History) -> None:
-        """Takes the best value from the earlier epochs of a run that is resumed."""
+        """Continues after the earlier epochs of a run that is resumed, with their best value."""
+        self._n = self._start = history.n_epochs
         chosen = self._chosen
         monitor = chosen.name if chosen else default_monitor(history, history.modes)
         if monitor is None or not any(map(math.isfinite, history.get(monitor, ()))):

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from flaxfit.checkpoints._tree import Description, describe, leaves_of
+from flaxfit.checkpoints._tree import Description, describe
 from flaxfit.display import say
 from flaxfit.tree._paths import match
-from flaxfit.tree._types import ArrayLike, Params
+from flaxfit.tree._types import ArrayLike
 
 _ADVICE = (
     "Build the model and the optimizer that wrote it, with the same freeze, ema, clip_norm and "
@@ -42,15 +42,6 @@ def check_fits(
             f"The checkpoint {source} does not fit this model ({len(found)} {noun}):{lines}\n"
             f"{advice}"
         )
-
-
-def check_params(loaded: Params, here: Params, source: object) -> None:
-    """Checks that loaded parameters have the names, shapes and dtypes of a model's."""
-    on_disk, expected = (
-        {f"params/{name}": describe(leaf) for name, leaf in leaves_of(tree).items()}
-        for tree in (loaded, here)
-    )
-    check_fits(on_disk, expected, source, advice="Load it into the model that was saved.")
 
 
 def differences(on_disk: Mapping[str, Description], here: Mapping[str, Description]) -> list[str]:

@@ -111,7 +111,7 @@ class CheckpointFileReader:
         self, template: _file.Template, partial: str | Sequence[str] | None
     ) -> _file.CheckpointFile | None:
         steps, damaged = from_main("the checkpoints of a folder", self._candidates)
-        for step in filter(self._is_wanted, steps):
+        for step in steps:
             found, problem = None, None
             try:
                 found = _file.read(_folder.step_path(self.folder, step), template, partial)
@@ -130,10 +130,6 @@ class CheckpointFileReader:
                 f"{', '.join(damaged)}. To start from scratch, move these away."
             )
         return None
-
-    def _is_wanted(self, step: int) -> bool:
-        """Whether to read a step; one whose record is damaged has to be, to be reported."""
-        return True
 
     def _report_foreign(self) -> None:
         """Reports folders named like steps that hold none, in which a checkpoint may be lost."""

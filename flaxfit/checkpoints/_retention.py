@@ -9,9 +9,11 @@ from flaxfit.checkpoints import _folder
 from flaxfit.checkpoints._record import Record, read_record
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.display import say
+from flaxfit.distributed._processes import from_main
 from flaxfit.metrics._monitor import Monitor, check_mode, is_better
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import whole_number
+from flaxfit.tree._types import Json
 
 
 def intact_records(folder: Path, steps: Iterable[int]) -> dict[int, Record]:
@@ -23,6 +25,16 @@ def intact_records(folder: Path, steps: Iterable[int]) -> dict[int, Record]:
         except Damaged:
             continue
     return records
+
+
+def newest_history(folder: Path) -> Json:
+    """Returns the history in the newest checkpoint with an intact record; None if none has one."""
+
+    def find() -> Json:
+        records = (intact_records(folder, [step]) for step in reversed(_folder.steps(folder)))
+        return next((each["history"] or {} for record in records for each in record.values()), None)
+
+    return from_main("the newest checkpoint of a folder", find)
 
 
 def ranking(records: Mapping[int, Record], monitor: Mapping[str, str]) -> list[int]:

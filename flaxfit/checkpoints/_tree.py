@@ -30,6 +30,11 @@ def describe(leaf: ArrayLike) -> dict[str, Json]:
     return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
 
 
+def descriptions(tree: PyTree) -> dict[str, Description]:
+    """Returns the shapes and dtypes of the leaves of a tree by path."""
+    return {name: describe(leaf) for name, leaf in leaves_of(tree).items()}
+
+
 def is_key(leaf: ArrayLike) -> bool:
     """Whether a leaf is a typed random key, or describes one."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

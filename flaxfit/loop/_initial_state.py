@@ -60,7 +60,7 @@ def start(
             return made if shardings is None else jax.tree.map(_in_place, made, shardings(made))
 
         is_free = freezes_as_saved and getattr(init, "takes_template_of", False)
-        found, task = _read_file(init.read, template, task, freezes_as_saved=is_free)
+        found, task = read_for(init.read, template, task, freezes_as_saved=is_free)
         if found is not None:
             say(f"restored step {int(found.state.step):,} from {found.path}")
             return found.state, found, False, task
@@ -109,8 +109,8 @@ def _template(
     )
 
 
-def _read_file(
-    read: Function, template: Function, task: TrainTask, *, freezes_as_saved: bool
+def read_for(
+    read: Function, template: Function, task: TrainTask, *, freezes_as_saved: bool = False
 ) -> tuple[Any, TrainTask]:
     """Reads a checkpoint, in which the rate of a plain optimizer may have been set.
 
@@ -167,18 +167,21 @@ def check_trains(state: TrainState, say: Callable[[str], None]) -> None:
 
 def check_same_arrays(own: TrainState, given: TrainState) -> None:
     """Checks that a state has the arrays of the present one."""
-    here, there = ({path: _kind(x) for path, x in flat(tree).items()} for tree in (own, given))
-    if here == there:
+    if not (lines := _differences(own, given, _kind)):
         return
-    paths = [path for path in {**here, **there} if here.get(path) != there.get(path)]
-    lines = [f"  {p}: here {here.get(p, '-')}, given {there.get(p, '-')}" for p in paths[:30]]
-    n = "1 array differs" if len(paths) == 1 else f"{len(paths)} arrays differ"
+    n = "1 array differs" if len(lines) == 1 else f"{len(lines)} arrays differ"
     raise ValueError(
         f"Cannot continue from a state of another model or optimizer; {n}:\n"
-        + "\n".join(lines)
+        + "\n".join(lines[:30])
         + "\nIf other parameters were frozen then, set `freeze` as it was, restore, and set it "
         "back."
     )
+
+
+def _differences(own: PyTree, given: PyTree, kind: Callable[[Any], Any]) -> list[str]:
+    here, there = ({path: kind(x) for path, x in flat(tree).items()} for tree in (own, given))
+    paths = [path for path in {**here, **there} if here.get(path) != there.get(path)]
+    return [f"  {p}: here {here.get(p, '-')}, given {there.get(p, '-')}" for p in paths]
 
 
 def _kind(leaf: ArrayLike) -> str:
@@ -215,18 +218,11 @@ def _with_options(state: TrainState, optimizer: optax.GradientTransformation) ->
     optimizer, opt_state = matched(optimizer, state.opt_state)
     opt_state = wrap_state(opt_state, optimizer, state.params, state.model_state)
     shapes = jax.eval_shape(lambda: first_state(optimizer, state.params, state.model_state))
-    own = {path: x.shape for path, x in flat(shapes).items()}
-    given = {path: jnp.shape(x) for path, x in flat(opt_state).items()}
-    if own != given:
-        differ = [path for path in {**own, **given} if own.get(path) != given.get(path)]
-        lines = "".join(
-            f"\n  {path}: {own.get(path, '-')} in the task, {given.get(path, '-')} in the state"
-            for path in differ[:20]
-        )
+    if lines := _differences(shapes, opt_state, np.shape):
         raise ValueError(
-            f"The optimizer state does not match task.optimizer; {len(differ)} arrays differ:"
-            f"{lines}\n"
-            "Make it with init_state(init, task.optimizer, ...) or "
+            f"The optimizer state does not match task.optimizer; {len(lines)} arrays differ:\n"
+            + "\n".join(lines[:20])
+            + "\nMake it with init_state(init, task.optimizer, ...) or "
             "state.replace(opt_state=task.optimizer.init(state.params))."
         )
     return state if opt_state is state.opt_state else with_opt_state(state, opt_state)

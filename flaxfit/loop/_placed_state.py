@@ -6,7 +6,7 @@ import jax
 
 from flaxfit.loop._state_layout import StateLayout
 from flaxfit.optim import set_hyperparams
-from flaxfit.optim._extended import carry_state
+from flaxfit.optim._extended import continued_state
 from flaxfit.optim._generations import Late
 from flaxfit.optim._hyperparams import names_of
 from flaxfit.optim._plain_rate import matched
@@ -97,6 +97,8 @@ class PlacedState:
         Returns the parameters that were unfrozen later, now or before.
         """
         state = self._strategy.collect(self.value)
-        opt_state, late = carry_state(state.opt_state, optimizer, state.params, state.model_state)
+        opt_state, _, late = continued_state(
+            state.opt_state, optimizer, state.params, state.model_state, is_same=True
+        )
         self.hold(self._strategy.place(with_opt_state(state, opt_state)))
         return late

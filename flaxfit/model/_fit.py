@@ -21,7 +21,7 @@ from flaxfit.loop._callback_list import as_tuple, unfreezes
 from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
 from flaxfit.model._export import apply_to_export
-from flaxfit.model._resume import RunFolder, finish
+from flaxfit.model._resume import RunFolder, finish, guards
 from flaxfit.model._streams import known_length, length_of, prefetched, training_stream
 from flaxfit.model._trainer import Trainer
 from flaxfit.model._validation import Validation, epochs_of, validation_of
@@ -119,11 +119,8 @@ def fit(
     users = as_tuple(callbacks)
     history.first_step, folder, saved = trainer.step, None, None
     if checkpoint_dir is not None:
-        is_fresh, done = trainer.is_fresh, trainer.calls_done
-        folder = RunFolder(
-            checkpoint_dir, resume, trainer.step, epochs=epochs, is_fresh=is_fresh, done=done
-        )
-        saved = folder.reader
+        folder = RunFolder(checkpoint_dir, resume, trainer, epochs)
+        saved = folder if folder.resumes else None
     loop = trainer.loop_over(
         saved,
         prefetched(stream),
@@ -132,8 +129,6 @@ def fit(
         callbacks=[each for each in users if order_of(each) == "first" or unfreezes(each)],
         stdout=bool(verbose),
     )
-    # What `load` has read is the start of this model, not of an interrupted call.
-    found = None if saved is None else loop.start
     evaluator.attach(loop)
     if validation is not None:
         validation.attach_to(loop)
@@ -145,16 +140,13 @@ def fit(
     if validation is not None:
         every.insert(0, validation)
     if folder is not None:
-        every = [*folder.guards(users), *every, folder.writer]
+        every = [*guards(users), *every, folder.writer]
     bar = None
     if verbose:
         display.say(("\n" + " " * 9).join(lines))
         _say_if_longer(stream, steps_per_epoch)
         is_live = False if verbose == 2 else None
-        n_before = initial_epoch
-        if found is not None and found.history:
-            n_before = found.history.get("initial_epoch", 0) + len(found.history["steps"])
-        bar = ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live)
+        bar = ProgressBar(unit="epoch", total=epochs, start=initial_epoch, live=is_live)
         every.append(bar)
     first_step, end = loop.step, None
 
@@ -175,11 +167,12 @@ def fit(
         loop.first_epoch, loop.callbacks = initial_epoch, every
         loop.epoch_number = lambda: history.n_epochs
         loop.fit_steps = n_steps and n_left * n_steps
-        if folder is not None and found is not None:
+        # What `load` has read is the start of this model, not of an interrupted call.
+        if saved is not None and loop.start is not None:
             trainer.n_epochs = first_epoch_of_data + len(history.steps)
             if bar is not None:
                 bar.recall(history)
-            n_left = folder.epochs_left(loop, history, epochs, initial_epoch, n_steps)
+            n_left = saved.epochs_left(loop, history, epochs, initial_epoch, n_steps)
         if n_steps is None:
             _train_passes(trainer, loop, n_left)
             return history

@@ -204,7 +204,7 @@ class Model(Examination, AnswersOtherNames):
           checkpoint_dir: a folder to save each epoch in, with the history, the position in the data
             and the states of callbacks. Or a `CheckpointFileWriter`, to choose what is kept
             (`keep`, `monitor`) and whether a failed save ends the run (`on_error`).
-          resume: "auto": resume from the newest checkpoint in that folder of a call of `fit` that
+          resume: "auto": resume from the newest checkpoint in that folder if its call of `fit`
             began at the present step (0, or that after an earlier `fit` or `load`), up to `epochs`
             in total; if they are done, return at once. Give each call of a script its own folder.
             True: raise if there is nothing to resume. False: raise if the folder is not empty.

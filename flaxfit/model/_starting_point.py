@@ -1,5 +1,7 @@
-"""StartingPoint: what a model trains from while it has no loop, and how that is made or loaded."""
+"""StartingPoint: what a model trains from while it has no loop: made, loaded, or continued."""
 
+import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +10,17 @@ import jax
 import optax
 
 from flaxfit import checkpoints
-from flaxfit.checkpoints._compare import check_params
+from flaxfit.checkpoints._compare import check_fits
+from flaxfit.checkpoints._tree import descriptions, leaves_of, unflatten
+from flaxfit.display import say
+from flaxfit.loop._initial_state import read_for
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._train_loop import TrainLoop
-from flaxfit.model._continued import StateReader, continued
 from flaxfit.model._weights import Load, WarmStart
-from flaxfit.optim._generations import from_json
-from flaxfit.state._train_state import TrainState
+from flaxfit.optim._extended import continued_state
+from flaxfit.optim._generations import Late, from_json
+from flaxfit.optim._plain_rate import matched
+from flaxfit.state._train_state import TrainState, with_opt_state
 from flaxfit.step._init_state import init_state
 from flaxfit.strategies import Strategy
 from flaxfit.strategies._eager import eagerly
@@ -25,7 +31,43 @@ from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import InitFn, PyTree
 
-Init = InitFn | TrainState | checkpoints.CheckpointFileReader | StateReader
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Gives a loop the state of a loaded checkpoint, without its history, position and callbacks.
+
+    Args:
+      target: the `init` of the model.
+      found: the checkpoint.
+      loaded: its state, of nested dicts until `compile` needs its types.
+    """
+
+    target: InitFn
+    found: checkpoints.CheckpointFile
+    loaded: TrainState
+
+    def read(self, template: TrainState) -> checkpoints.CheckpointFile:
+        """Returns the checkpoint with the types of the template; a misfit is a ValueError."""
+        state, path = self._fill(template), self.found.path
+        return checkpoints.CheckpointFile(step=self.found.step, state=state, metrics={}, path=path)
+
+    def _fill(self, template: TrainState) -> TrainState:
+        on_disk, frozen = descriptions(self.loaded), (self.found.running or {}).get("frozen")
+        check_fits(on_disk, descriptions(template), self.found.path, frozen=frozen)
+        return unflatten(leaves_of(self.loaded), template)
+
+    def typed(self, task: TrainTask) -> TrainState | None:
+        """Returns the state for the optimizer of a task; None if it is of another one."""
+
+        def template(optimizer: optax.GradientTransformation) -> PyTree:
+            return jax.eval_shape(lambda: self.loaded.replace_optimizer(optimizer))
+
+        with contextlib.suppress(ValueError):
+            return read_for(self._fill, template, task)[0]
+        return None
+
+
+Init = InitFn | TrainState | checkpoints.CheckpointFileReader | Loaded
 """The first argument of a `TrainLoop`."""
 
 
@@ -50,7 +92,7 @@ class StartingPoint:
         self.revision = 0
         """How often a state was given."""
         self._strategy = strategy
-        self._given: WarmStart | StateReader | TrainState | None = None
+        self._given: WarmStart | Loaded | TrainState | None = None
         """The weights of files, or a state, that take the place of fresh parameters."""
         self._placed: PlacedCompanions | None = None
         """The companions of the task, or of a loaded checkpoint."""
@@ -70,7 +112,7 @@ class StartingPoint:
     @property
     def has_state(self) -> bool:
         """Whether there is a state, of which weights are a part."""
-        return isinstance(self._given, StateReader | TrainState)
+        return isinstance(self._given, Loaded | TrainState)
 
     @property
     def has_weights(self) -> bool:
@@ -93,10 +135,6 @@ class StartingPoint:
         Raises:
           RuntimeError: there is none yet.
         """
-        if isinstance(self._given, StateReader):
-            state, late = self._given.state, self._given.late
-            self.task = self.task if late is None else with_late(self.task, late)
-            return state
         if self.known is not None:
             return self.known
         if self._gives_weights:
@@ -124,11 +162,9 @@ class StartingPoint:
         """Begins with the state of a checkpoint, and with companions that it holds."""
         placed = PlacedCompanions(self.task, self._strategy)
         placed.restore(found.companions)
-        # Read again by the first `fit`, which knows what the optimizer's state looks like.
-        step = int(found.state.step)
-        reader = checkpoints.CheckpointFileReader(folder, self.fresh, which=step)
         self.restore(found.state)
-        self._given = StateReader(reader, found.state)
+        file = dataclasses.replace(found, state=None, callback_arrays={}, companions={})
+        self._given = Loaded(self.fresh, file, found.state)
         self._placed, self._unchecked, self.is_continued = placed, folder, True
         self.task = with_late(self.task, from_json((found.running or {}).get("late", ())))
 
@@ -148,7 +184,9 @@ class StartingPoint:
             elif self.known is not None and self._unchecked is not None:
                 given, none = inputs(), optax.identity()
                 fresh = jax.eval_shape(lambda: self._make(self.fresh, none, given))
-                check_params(self.known.params, fresh.params, self._unchecked)
+                own, expected = (descriptions({"params": x.params}) for x in (self.known, fresh))
+                advice = "Load it into the model that was saved."
+                check_fits(own, expected, self._unchecked, advice=advice)
                 self._unchecked = None
             elif notes_shapes:
                 self.input_shapes = shapes_of(inputs())
@@ -163,12 +201,16 @@ class StartingPoint:
         self, task: TrainTask, loop: TrainLoop | None, *, is_same: bool, quiet: bool
     ) -> None:
         """Begins with another task of the same model, from the state of a loop if there is one."""
-        if isinstance(self._given, StateReader):
-            self._given = self._given.followed_by(task, self.task, is_same, quiet)
-        elif loop is not None or isinstance(self._given, TrainState):
-            state = self.state if loop is None else loop.state
-            self._given, late = continued(state, task, is_same=is_same, quiet=quiet)
+        given = state = self._given if loop is None else loop.state
+        if isinstance(given, Loaded):
+            state = given.typed(self.task) or given.typed(task)
+            # The loop refuses what fits neither, unless the optimizer is a new one.
+            state = state or (None if is_same else given.loaded)
+        if isinstance(state, TrainState):
+            state, late = continued(state, task, is_same=is_same, quiet=quiet)
             task = with_late(task, late)
+            is_file = isinstance(given, Loaded)
+            self._given = dataclasses.replace(given, loaded=state) if is_file else state
         if loop is not None:
             shapes = loop.input_shapes
             self.input_shapes = self.input_shapes if shapes is None else shapes
@@ -180,3 +222,33 @@ class StartingPoint:
     def release(self) -> None:
         """Releases the state, once a loop has begun with its own copy."""
         self._given = self._placed = self._unchecked = None
+
+
+def continued(
+    state: TrainState, task: TrainTask, *, is_same: bool, quiet: bool = False
+) -> tuple[TrainState, Late]:
+    """Returns a state for the optimizer of a task, which is another one or has other options.
+
+    Also returns the parameters that were unfrozen later. Says what of the optimizer's state is
+    kept, unless nothing was trained.
+
+    Args:
+      state: the present state.
+      task: the task to continue with.
+      is_same: whether the user's optimizer is the one of the state, whose hyperparameters stay.
+      quiet: whether to say nothing: only `freeze` was set, which keeps all that it can.
+    """
+    optimizer = task.optimizer
+    if task.step is None:  # The rate of a plain optimizer may have been moved into the state.
+        optimizer, _ = matched(optimizer, state.opt_state)
+    opt_state, is_kept, late = continued_state(
+        state.opt_state, optimizer, state.params, state.model_state, is_same=is_same
+    )
+    if int(state.step) and not quiet:
+        kept = "the weights and the optimizer state are kept"
+        schedules = optax.tree.get_all_with_path(opt_state, "ScaleByScheduleState")
+        if not is_same and (place := max((int(each.count) for _, each in schedules), default=0)):
+            kept += f"; its schedule continues at step {place:,}"
+        fresh = "the weights are kept; the optimizer state differs and starts from scratch"
+        say(f"compiled at step {int(state.step):,}: {kept if is_kept else fresh}")
+    return with_opt_state(state, opt_state), late

@@ -10,7 +10,6 @@ from flaxfit import checkpoints
 from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
-from flaxfit.checkpoints._call_reader import CallReader
 from flaxfit.checkpoints._reader import nothing_in
 from flaxfit.data import DataStream, as_stream, one_pass
 from flaxfit.data._batch import Batch, normalize
@@ -229,7 +228,7 @@ class Trainer:
 
     def loop_over(
         self,
-        saved: CallReader | None,
+        saved: checkpoints.CheckpointFileReader | None,
         data: DataStream,
         *,
         n_steps: int | None,
@@ -242,17 +241,12 @@ class Trainer:
         It continues from the checkpoint that `saved` reads, if that is given. The callbacks are
         attached before the first batch is fetched. `stdout` matters only to the first loop.
         """
-        init = self.starting_point.init
-        if saved is not None:
-            # Of a trained model only the shapes are needed: there is a checkpoint.
-            saved.target = init if self.is_fresh else self.starting_point.fresh
-        if self.loop is None:
-            self.loop = self._start_loop(saved or init, data, callbacks=callbacks, stdout=stdout)
+        if self.loop is None or saved is not None:
+            init = saved or self.starting_point.init
+            self.loop = self._start_loop(init, data, callbacks=callbacks, stdout=stdout)
         else:
             self.loop.data = data
             CallbackList(callbacks).attach_first(self.loop)
-            if saved is not None:
-                self.loop._begin(saved, callbacks=callbacks)
         n_done = self.loop.n_completed_steps  # Of an epoch that was not finished.
         self.loop.steps_per_call = steps_per_call
         self.loop.n_steps_per_checkpoint = n_steps or ENDLESS

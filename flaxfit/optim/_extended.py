@@ -168,22 +168,6 @@ def _new_scale() -> PyTree:
     return DynamicScale().replace(fin_steps=jnp.int32(0), scale=jnp.float32(65536.0))
 
 
-def carry_state(
-    old: OptState, optimizer: optax.GradientTransformation, params: Params, model_state: PyTree
-) -> tuple[OptState, Late]:
-    """Initializes an optimizer and takes over what `old` holds, after a change of `freeze`.
-
-    Also returns the parameters that were unfrozen later, now or before.
-    """
-    new = first_state(optimizer, params, model_state)
-    if isinstance(new, ExtendedState):
-        kept = old if isinstance(old, ExtendedState) else ExtendedState(old)
-    else:
-        kept = old.inner if isinstance(old, ExtendedState) else old
-    new = carry_over(kept, new)
-    return new, late_after(late_of(optimizer), old, new, params)
-
-
 def continued_state(
     old: OptState,
     optimizer: optax.GradientTransformation,
@@ -202,21 +186,20 @@ def continued_state(
     new = first_state(optimizer, params, model_state)
     fields = new._asdict() if isinstance(new, ExtendedState) else {"inner": new}
     before = old if isinstance(old, ExtendedState) else ExtendedState(old)
-    taken = {}
+    is_kept = is_same
     for name, own in fields.items():
         parts = [getattr(before, name)]
         if name == "inner":
             parts += _clipped_or_not(before.inner)
-        alike = [part for part in parts if _are_alike(part, own)]
-        if alike:
-            taken[name] = alike[0] if is_same else with_hyperparams_of(alike[0], own)
-        elif is_same and name == "inner":
-            taken[name] = functools.reduce(
+        if alike := [part for part in parts if _are_alike(part, own)]:
+            fields[name] = alike[0] if is_same else with_hyperparams_of(alike[0], own)
+            is_kept |= name == "inner"
+        elif is_same:
+            fields[name] = functools.reduce(
                 lambda new, part: carry_over(part, new), parts[::-1], own
             )
-    fields |= taken
     state = new._replace(**fields) if isinstance(new, ExtendedState) else fields["inner"]
-    return state, "inner" in taken, late_after(late_of(optimizer), old, state, params)
+    return state, is_kept, late_after(late_of(optimizer), old, state, params)
 
 
 def _clipped_or_not(inner: OptState) -> list[OptState]:
@@ -227,7 +210,10 @@ def _clipped_or_not(inner: OptState) -> list[OptState]:
 
 def _are_alike(some: PyTree, others: PyTree) -> bool:
     """Whether two trees have the same structure, shapes and dtypes."""
-    shapes = [[(jnp.shape(x), x.dtype) for x in jax.tree.leaves(tree)] for tree in (some, others)]
+    shapes = [
+        [(jnp.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(tree)]
+        for tree in (some, others)
+    ]
     return jax.tree.structure(some) == jax.tree.structure(others) and shapes[0] == shapes[1]
 
 

@@ -18,7 +18,6 @@ from flaxfit.checkpoints import (
     restore,
     save,
 )
-from flaxfit.model._resume import RunFolder
 
 
 @pytest.mark.slow
@@ -114,9 +113,8 @@ def in_progress(tmp_path, tools, monkeypatch):
         latest,
         best,
         lambda folder: CheckpointFileWriter(folder) and _folder.steps(folder)[-1],
-        lambda folder: RunFolder(folder) and _folder.steps(folder)[-1],
     ],
-    ids=["reader", "restore", "list_steps", "latest", "best", "writer", "run folder"],
+    ids=["reader", "restore", "list_steps", "latest", "best", "writer"],
 )
 def test_a_save_that_the_same_process_has_begun_is_waited_for(in_progress, tmp_path, look, through):
     folder = in_progress

@@ -1,5 +1,7 @@
 """What a model trains from before it has a loop: weights of files, or the state of a checkpoint."""
 
+import shutil
+
 import jax
 import numpy as np
 import optax
@@ -82,6 +84,18 @@ def test_weights_are_added_to_a_loaded_state_which_keeps_its_step(loaded, ones, 
     model.load_weights(ones)
     model.load(tmp_path / "run", which=1)
     np.testing.assert_array_equal(model.state.params["kernel"], kernel)
+
+
+@pytest.mark.slow
+def test_a_loaded_state_is_frozen_with_its_average_and_without_its_folder(loaded, tmp_path):
+    model = loaded(ema=0.9)
+    shutil.rmtree(tmp_path / "run")
+    before = np.array(model.state.opt_state["average"]["kernel"])
+    model.freeze = "bias"
+    np.testing.assert_array_equal(model.state.opt_state.average["kernel"], before)
+    assert np.any(model.state.params["kernel"] != before)
+    model.fit(X, Y, verbose=0)
+    assert model.step == 2
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from marks import thorough
 
 from flaxfit.optim import MultiOptimizer, OptimizerDef
-from flaxfit.optim._extended import ExtendedOptimizer, carry_state, extend, late_of, with_late
+from flaxfit.optim._extended import ExtendedOptimizer, continued_state, extend, late_of, with_late
 from flaxfit.optim._generations import counts, fitting, from_json, to_json
 
 PARAMS = {"head": jnp.ones(3), "neck": jnp.ones((2, 2)), "stem": jnp.ones((2, 3))}
@@ -23,7 +23,7 @@ ADAM = OptimizerDef(optax.adam, learning_rate=0.1)
 def unfrozen(optimizer, state, params, freeze, **options):
     """The optimizer and its state after a change of what is frozen."""
     new = extend(optimizer, freeze=freeze, late=late_of(optimizer), **options)
-    state, late = carry_state(state, new, params, {})
+    state, _, late = continued_state(state, new, params, {}, is_same=True)
     return with_late(new, late), state
 
 
