@@ -1,35 +1,49 @@
 """The arguments of an update that a step passes beside gradients, state and parameters."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import optax
 
 from flaxfit.optim._freeze import merge
-from flaxfit.tree._types import Function, Params, PyTree
+from flaxfit.tree._types import Function, OptState, Params, PyTree
 
 OPTAX_ARGUMENTS = frozenset(("grad", "grad_fn", "obj_fn", "value", "value_fn"))
 """Arguments of an update that transformations of Optax take, and are not hyperparameters."""
 
 
-def named_arguments(update: Function) -> frozenset[str]:
-    """The arguments of `OPTAX_ARGUMENTS` that the signature of an update names."""
-    return OPTAX_ARGUMENTS.intersection(p.name for p in _parameters(update))
-
-
-def takes_any(update: Function) -> bool:
-    """Whether an update takes arguments of any name."""
-    return any(p.kind is p.VAR_KEYWORD for p in _parameters(update))
-
-
 def with_arguments(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer take further arguments; they are dropped only if its update has none."""
-    if isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        return optimizer
-    if takes_any(optimizer.update) or named_arguments(optimizer.update):
-        return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
-    return optax.with_extra_args_support(optimizer)
+    """Makes an optimizer take arguments of any name; its update gets those that it accepts."""
+    parameters = parameters_of(optimizer.update)
+    named = {p.name for p in parameters}
+
+    def update(
+        updates: PyTree, state: OptState, params: Params = None, **given: Any
+    ) -> tuple[PyTree, OptState]:
+        if not takes_any(parameters):
+            given = {name: x for name, x in given.items() if name in named}
+        if holds(state, optax.contrib.SAMState):  # It accepts no others, within a chain either.
+            rest = OPTAX_ARGUMENTS - {"grad_fn"}
+            given = {name: x for name, x in given.items() if name not in rest}
+        return optimizer.update(updates, state, params, **given)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def takes_any(parameters: Iterable[inspect.Parameter]) -> bool:
+    """Whether parameters take arguments of any name."""
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def holds(opt_state: OptState, kind: type) -> bool:
+    """Whether a state holds a node of a type."""
+
+    def is_kind(node: object) -> bool:
+        return isinstance(node, kind)
+
+    return any(map(is_kind, jax.tree.leaves(opt_state, is_leaf=is_kind)))
 
 
 def of_selected(arguments: dict[str, Any], params: Params, select: Function) -> dict[str, Any]:
@@ -57,7 +71,7 @@ def selected(labels: PyTree, label: int, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda own, x: x if own == label else optax.MaskedNode(), labels, tree)
 
 
-def _parameters(update: Function) -> list[inspect.Parameter]:
+def parameters_of(update: Function) -> list[inspect.Parameter]:
     """The parameters of an update after gradients, state and the parameters that it updates."""
     try:
         return list(inspect.signature(update).parameters.values())[3:]

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
@@ -86,9 +85,6 @@ class OptimizerDef(Adjustable):
         def make(**values: ArrayLike) -> optax.GradientTransformation:
             return factory(**others, **values)
 
-        self._make_unadjusted = (
-            tuple if is_own else functools.partial(optax_factory, **{**given, **self._live})
-        )
         # Optax injects the arguments that the signature names.
         names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._live]
         vars(make)["__signature__"] = inspect.Signature(names)
@@ -97,13 +93,6 @@ class OptimizerDef(Adjustable):
 
     def __repr__(self) -> str:
         return f"OptimizerDef({', '.join([self._name, *self._live])})"
-
-    @property
-    def transformations(self) -> tuple[PyTree, ...]:
-        """The transformation that the factory makes of the given arguments, if it can."""
-        with contextlib.suppress(Exception):
-            return (self._make_unadjusted(),)
-        return ()
 
     @property
     def hyper_params(self) -> PyTree:

@@ -9,7 +9,6 @@ from typing import Any
 import optax
 
 from flaxfit.optim._arguments import OPTAX_ARGUMENTS, of_selected, selected, with_arguments
-from flaxfit.optim._demands import arguments_of
 from flaxfit.optim._filters import Filter, assign, group_name
 from flaxfit.optim._hyperparams import GroupsState, check_known, group_named, names_of
 from flaxfit.optim._optimizer import Adjustable
@@ -72,11 +71,6 @@ class MultiOptimizer(Adjustable):
         new = copy.copy(self)
         new._filters = filters
         return new
-
-    @property
-    def transformations(self) -> tuple[optax.GradientTransformation, ...]:
-        """The optimizers of the groups."""
-        return self._optimizers
 
     @property
     def hyper_params(self) -> list[PyTree]:
@@ -206,13 +200,11 @@ def _bound(
         raise ValueError(
             f"Cannot set {list(hyper_params)}: the optimizer of this group is not an OptimizerDef."
         )
-    names = arguments_of(optimizer).union(optimizer.known if is_adjustable else names_of(state))
+    names = OPTAX_ARGUMENTS.union(optimizer.known if is_adjustable else names_of(state))
     arguments = {name: value for name, value in extra.items() if name in names}
     if is_adjustable:
         arguments["hyper_params"] = hyper_params
-    else:
-        optimizer = with_arguments(optimizer)
-    update = functools.partial(optimizer.update, **arguments)
+    update = functools.partial(with_arguments(optimizer).update, **arguments)
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from flaxfit.optim._definition import OptimizerDef
 from flaxfit.optim._extended import ExtendedOptimizer, ExtendedState
-from flaxfit.optim._hyperparams import check_number, is_injected
-from flaxfit.optim._optimizer import Adjustable
+from flaxfit.optim._hyperparams import is_injected
 from flaxfit.optim._overridable import as_float
 from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
@@ -48,8 +47,8 @@ def _last_factor(update: object) -> float | None:
     return None
 
 
-class LiveRate(Adjustable):
-    """A plain optimizer whose learning rate lies in its state, as in that of an `OptimizerDef`.
+class LiveRate(OptimizerDef):
+    """A plain optimizer whose learning rate lies in its state.
 
     >>> optimizer = LiveRate(optax.sgd(0.5))
     >>> state = optimizer.init(jnp.ones(2))
@@ -58,59 +57,42 @@ class LiveRate(Adjustable):
     """
 
     def __init__(self, user: optax.GradientTransformation):
-        rate = plain_rate(user)
-        if rate is None:
+        made = plain_rate(user)
+        if made is None:
             raise ValueError("Cannot determine the learning rate of this optimizer.")
-        self.plain, self.rate = user, rate
-        self._inner = optax.with_extra_args_support(user)
+        inner = optax.with_extra_args_support(user)
+
+        def of_rate(learning_rate: ArrayLike) -> optax.GradientTransformation:
+            def update(
+                updates: PyTree, state: OptState, params: Params = None, **extra: Any
+            ) -> tuple[PyTree, OptState]:
+                updates, state = inner.update(updates, state, params, **extra)
+                old, new = as_float(made), as_float(learning_rate)
+                ratio = jnp.where(new == old, 1, new / old)  # XLA multiplies by a rounded 1 / old.
+                scaled = jax.tree.map(lambda x: (ratio * x).astype(jnp.result_type(x)), updates)
+                return scaled, state
+
+            return optax.GradientTransformationExtraArgs(user.init, update)
+
+        super().__init__(of_rate, learning_rate=made)
+        self.rate = made
 
     def __repr__(self) -> str:
         return f"LiveRate({self.rate:g})"
 
-    @property
-    def transformations(self) -> tuple[PyTree, ...]:
-        """The optimizer itself."""
-        return (self.plain,)
-
-    @property
-    def known(self) -> Iterable[str]:
-        """The names of all hyperparameters."""
-        return ("learning_rate",)
-
-    def describe(self) -> str:
-        """Lists the hyperparameters for messages."""
-        return str(list(self.known))
-
-    def update_hyper_params(self, *, hyper_params: PyTree = None, **overrides: ArrayLike) -> PyTree:
-        """Returns the hyperparameters with some values replaced."""
-        return {"learning_rate": self.rate, **(hyper_params or {}), **overrides}
-
-    def wrapped(self, inner: OptState) -> OptState:
-        """Returns the state of the plain optimizer with the rate that it was made with."""
-        rate = {"learning_rate": as_float(self.rate)}
-        return optax.InjectStatefulHyperparamsState((), rate, {}, inner)  # pyright: ignore
-
     def adopt(self, opt_state: OptState, *, is_clipped: bool = False) -> OptState:
         """Returns the state that a task keeps for the plain optimizer with the rate added."""
+
+        def wrapped(inner: OptState) -> OptState:
+            rate = {"learning_rate": as_float(self.rate)}
+            return optax.InjectStatefulHyperparamsState((), rate, {}, inner)  # pyright: ignore
+
         if not isinstance(opt_state, ExtendedState):
-            return self.wrapped(opt_state)
+            return wrapped(opt_state)
         inner: Any = opt_state.inner
-        inner = (inner[0], self.wrapped(inner[1])) if is_clipped else self.wrapped(inner)
-        return opt_state._replace(inner=inner)
-
-    def _init(self, params: Params) -> OptState:
-        return self.wrapped(self.plain.init(params))
-
-    def _update(
-        self, updates: PyTree, state: Any, params: Params = None, **extra: Any
-    ) -> tuple[PyTree, OptState]:
-        rate = extra.pop("learning_rate", state.hyperparams["learning_rate"])
-        check_number("learning_rate", rate)
-        updates, inner = self._inner.update(updates, state.inner_state, params, **extra)
-        made, rate = as_float(self.rate), as_float(rate)
-        ratio = jnp.where(rate == made, 1, rate / made)  # XLA multiplies by a rounded 1 / made.
-        updates = jax.tree.map(lambda x: (ratio * x).astype(jnp.result_type(x)), updates)
-        return updates, state._replace(inner_state=inner)
+        return opt_state._replace(
+            inner=(inner[0], wrapped(inner[1])) if is_clipped else wrapped(inner)
+        )
 
 
 def live_rate(optimizer: Any) -> Any:

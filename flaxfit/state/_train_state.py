@@ -96,7 +96,8 @@ class TrainState(State, repr=False):
             if model_state is not None:
                 raise TypeError("model_state and flax_mutables are the same: pass one of them.")
             model_state = flax_mutables
-        if unknown := not_taken(optimizer, hyperparams):  # Optax would silently ignore them.
+        call = optimizer, grads, self.opt_state, self.params
+        if unknown := not_taken(*call, hyperparams):  # Optax would silently ignore them.
             raise ValueError(
                 f"Cannot set {', '.join(unknown)}: no update of this optimizer takes such an "
                 "argument. Make an optimizer whose hyperparameters can be set with "

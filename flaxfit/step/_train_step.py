@@ -1,8 +1,7 @@
 """The training step: `(state, batch) -> (state, sums)`, a pure function."""
 
-import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import optax
 from flaxfit.data._batch import Batch, checked_batch
 from flaxfit.modules._functions import WRITTEN
 from flaxfit.optim._arguments import with_arguments
-from flaxfit.optim._demands import arguments_of
+from flaxfit.optim._demands import demands_explained
 from flaxfit.optim._freeze import carry_over, mask, merge
 from flaxfit.optim._spikes import Recent, stands_out
 from flaxfit.state._train_state import TrainState
@@ -67,7 +66,7 @@ def make_train_step(
       loss_has_weights: whether the loss returns weights with its values; None: one more trace
         finds out.
     """
-    optimizer, taken = with_arguments(task.optimizer), arguments_of(task.optimizer)
+    optimizer = with_arguments(task.optimizer)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, PyTree]:
         checked_batch(batch)
@@ -86,12 +85,11 @@ def make_train_step(
         value = mean_of_sums(sums["loss"], penalty)
 
         trained = state.replace(params=mask(state.params, task.freeze))
-        changed = grads
-        if task.grads_hook is not None:
+        changed, passed = grads, _arguments(value, grads, whole.loss_function(state))
+        if has_hook := task.grads_hook is not None:
             changed = hooked("grads_hook", task.grads_hook, grads, trained, dict(sums))
-        passed = _arguments(value, grads, whole.loss_function(state)) if taken else {}
-        passed = {name: passed[name] for name in taken}
-        with _demands_explained(taken):
+            passed = {"value": value}  # The others would bypass the hook.
+        with demands_explained(state.opt_state, passed, has_hook=has_hook):
             updated = trained.apply_gradient(optimizer, changed, model_state=model_state, **passed)
         updated = updated.replace(params=carry_over(written, merge(updated.params, state.params)))
         unchanged = state.replace(step=updated.step)
@@ -173,22 +171,6 @@ def _arguments(value: jax.Array, grads: Params, loss: Function) -> dict[str, PyT
         return jax.grad(loss)(params)
 
     return {"value": value, "grad": grads, "value_fn": loss, "obj_fn": loss, "grad_fn": grad_fn}
-
-
-@contextlib.contextmanager
-def _demands_explained(taken: Iterable[str]) -> Iterator[None]:
-    """Adds what an optimizer is called with to the errors of one that needs more."""
-    try:
-        yield
-    except (AttributeError, TypeError, ValueError) as error:
-        more = f", and with {', '.join(sorted(taken))}" if taken else ", and nothing else"
-        error.add_note(
-            f"A step calls optimizer.update(gradients, state, params) with mean gradients{more}. "
-            "An optimizer that needs more belongs in a custom step, TrainTask(step=...). "
-            "optax.partition and optax.masked mask grad only with mask_compatible_extra_args=True; "
-            "groups of a MultiOptimizer mask it themselves."
-        )
-        raise
 
 
 def _norms_by_pattern(

@@ -14,7 +14,6 @@ from flaxfit.metrics import Metric
 from flaxfit.metrics._metric import RESERVED
 from flaxfit.modules._patterns import as_patterns, select
 from flaxfit.modules._switch import as_apply, check_streams
-from flaxfit.optim._demands import check_demands, check_hook
 from flaxfit.optim._extended import extend, late_of
 from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._optimizer import Optimizer
@@ -245,10 +244,6 @@ def _extended_optimizer(
         user = user.with_patterns(
             lambda filter: select("MultiOptimizer", filter, apply, collection="params")
         )
-    if task.step is None:
-        check_demands("TrainTask", user)
-    if task.grads_hook is not None:
-        check_hook(user)
     return extend(
         user,
         clip_norm=task.clip_norm,
