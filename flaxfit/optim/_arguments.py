@@ -13,6 +13,14 @@ from flaxfit.tree._types import Function, OptState, Params, PyTree
 OPTAX_ARGUMENTS = frozenset(("grad", "grad_fn", "obj_fn", "value", "value_fn"))
 """Arguments of an update that transformations of Optax take, and are not hyperparameters."""
 
+_OF_SEARCHES = {"value", "grad", "value_fn"}
+# Those that raise for other arguments, within chains as well, by the types of their states.
+_ACCEPTED = {
+    optax.contrib.SAMState: {"grad_fn"},
+    optax.ScaleByBacktrackingLinesearchState: _OF_SEARCHES,
+    optax.ScaleByZoomLinesearchState: _OF_SEARCHES,
+}
+
 
 def with_arguments(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer take arguments of any name; its update gets those that it accepts."""
@@ -24,9 +32,10 @@ def with_arguments(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[PyTree, OptState]:
         if not takes_any(parameters):
             given = {name: x for name, x in given.items() if name in named}
-        if holds(state, optax.contrib.SAMState):  # It accepts no others, within a chain either.
-            rest = OPTAX_ARGUMENTS - {"grad_fn"}
-            given = {name: x for name, x in given.items() if name not in rest}
+        for kind, accepted in _ACCEPTED.items():
+            if holds(state, kind):
+                rest = OPTAX_ARGUMENTS - accepted
+                given = {name: x for name, x in given.items() if name not in rest}
         return optimizer.update(updates, state, params, **given)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)

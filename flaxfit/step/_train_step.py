@@ -85,7 +85,8 @@ def make_train_step(
         value = mean_of_sums(sums["loss"], penalty)
 
         trained = state.replace(params=mask(state.params, task.freeze))
-        changed, passed = grads, _arguments(value, grads, whole.loss_function(state))
+        changed = grads
+        passed: dict[str, PyTree] = _arguments(value, grads, whole.loss_function(state))
         if has_hook := task.grads_hook is not None:
             changed = hooked("grads_hook", task.grads_hook, grads, trained, dict(sums))
             passed = {"value": value}  # The others would bypass the hook.

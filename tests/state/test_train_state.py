@@ -255,12 +255,14 @@ def test_given_weights_go_where_the_shardings_say():
     np.testing.assert_array_equal(weights, np.arange(8.0))
 
 
+@pytest.mark.parametrize("value", [0.0, jnp.sin], ids=["number", "function"])
 @pytest.mark.parametrize("name", ["learning_rate", "flax_mutable"])
 @pytest.mark.parametrize(
     "optimizer",
-    [optax.sgd(0.1), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), Heated()],
+    [optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), optax.MultiSteps(optax.sgd(1.0), 2)]
+    + [Heated()],
 )
-def test_an_argument_that_an_optimizer_does_not_take_is_refused(optimizer, name):
+def test_an_argument_that_an_optimizer_does_not_take_is_refused(optimizer, name, value):
     state = ff.TrainState.create(optimizer, {"params": {"w": jnp.ones(2)}})
     with pytest.raises(ValueError, match=rf"Cannot set {name}(.|\n)*OptimizerDef"):
-        state.apply_gradient(optimizer, {"w": jnp.ones(2)}, **{name: 0.0})
+        state.apply_gradient(optimizer, {"w": jnp.ones(2)}, **{name: value})
