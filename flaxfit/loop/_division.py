@@ -26,6 +26,7 @@ from flaxfit.step._passes import (
     outputs_of,
     pass_of,
     prove,
+    reduces_over,
 )
 from flaxfit.step._trial import Difference, try_halves, try_parts, try_rows
 from flaxfit.strategies import Strategy
@@ -233,7 +234,11 @@ class Division(NamedTuple):
         given = state, batch, states, n, n_shares if n_shares > 1 else 2
         is_eager, proof = runs_eagerly(run), Proof(is_apart=False)
         if not is_eager:
-            proof = prove(run if self.strategy.axis_name is None else self.run, *given)
+            proof = prove(
+                run if self.strategy.axis_name is None else self.run,
+                *given,
+                is_chained=self.n_parts > 1,
+            )
             if proof.names_axis:
                 proof = prove(run, *given)._replace(is_apart=False, names_axis=True)
         if not proof.is_apart:
@@ -293,8 +298,8 @@ class Division(NamedTuple):
             changed = Difference(rows=mixed)
         # A loss of the library looks for the axis, and finds none where none is mapped. Rows that
         # are random cannot be compared.
-        may_be_joint = any(changed) and axis is not None and self.n_parts == 1 and not proof.draws
-        if is_joint or may_be_joint:
+        may_be_joint = any(changed) and self.n_parts == 1 and proof.is_alike and not proof.draws
+        if is_joint or may_be_joint and reduces_over(axis, self.run, state[0], batch, states):
             joint = halves(together=together)
             changed = joint if is_joint or not any(joint) else changed
         if self.n_parts > 1 and not mixed:
@@ -307,7 +312,8 @@ class Division(NamedTuple):
 
             chain = halves(continued=continued)
             state_of_replicas = changed.state if self.n_replicas > 1 else ""
-            changed = changed._replace(state=state_of_replicas, chained=chain.chained)
+            rows = changed.rows or chain.rows  # Those of the second may read the state.
+            changed = Difference(rows, state_of_replicas, chain.chained, changed.penalty)
         return mixed, changed
 
     def _own(self, state: PyTree) -> PyTree:

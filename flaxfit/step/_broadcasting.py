@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.data._batch import Batch, n_examples
-from flaxfit.step._trial import Pass, try_halves, try_rows
+from flaxfit.step._trial import Pass, try_halves, try_rows, with_other_rows
 from flaxfit.tree._types import Function, PyTree
 
 # Two sizes that no other dimension has: rows that are compared one by one must agree in number.
@@ -96,6 +96,10 @@ def _combines_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool
         return Pass({}, penalty={"mean": values, "sum": values / n_examples(batch)})
 
     batch = Batch(drawn, picked)
+    other = with_other_rows(Batch((), picked), rows >= 0).targets
+    both = (jax.tree.leaves(run((), batch._replace(targets=each), 0)) for each in (picked, other))
+    if all(np.array_equal(a, b, equal_nan=True) for a, b in zip(*both, strict=True)):
+        return False  # It is of the outputs alone.
     changed = try_halves(run, (), batch)
     return bool(try_rows(run, (), batch) or changed.rows or changed.penalty == "mean sum")
 

@@ -14,7 +14,7 @@ from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
 from flaxfit.step._companions import with_states
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._forward import forward, forward_eval
-from flaxfit.step._jaxpr import holds
+from flaxfit.step._jaxpr import holds, names_axis
 from flaxfit.step._model_call import with_updates
 from flaxfit.step._rows_apart import FREE, Kind, OtherProgram, kinds_of_results
 from flaxfit.step._trial import Pass
@@ -158,7 +158,26 @@ class Proof(NamedTuple):
     """Whether the two programs differ in sizes alone, as far as they were compared."""
 
 
-def prove(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, factor: int) -> Proof:
+def reduces_over(
+    axis: str | None, run: Function, state: PyTree, batch: Batch, states: PyTree
+) -> bool:
+    """Whether a pass combines the replicas of an axis by itself, where one is mapped."""
+    if axis is None:
+        return False
+    given = *shapes_of((state, batch, states)), jax.ShapeDtypeStruct((), "int32")
+    return names_axis(jax.make_jaxpr(run, axis_env=[(axis, 2)])(*given))
+
+
+def prove(
+    run: Function,
+    state: PyTree,
+    batch: Batch,
+    states: PyTree,
+    n: int,
+    factor: int,
+    *,
+    is_chained: bool = False,
+) -> Proof:
     """Tries to prove from two traces that dividing the batch keeps the results of a pass.
 
     Args:
@@ -168,6 +187,7 @@ def prove(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, fa
       states: the variables of companions.
       n: the number of examples to trace, at least 2.
       factor: how many times as many to trace then.
+      is_chained: whether parts compute one after the other, each from the state of the one before.
     """
     try:
         one, found = _traced(run, state, batch, states, n)
@@ -183,7 +203,7 @@ def prove(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int, fa
         *(FREE for _ in jax.tree.leaves((states, 0))),
     ]
     # Every result with what it may be. No rule tells sums, which are tried.
-    wanted = ((FREE, Kind(0)), (), (FREE,), (FREE,))
+    wanted = ((FREE, Kind(0)), (), () if is_chained else (FREE,), (FREE,))
     allowed = [
         kinds for tree, kinds in zip(found, wanted, strict=True) for _ in jax.tree.leaves(tree)
     ]

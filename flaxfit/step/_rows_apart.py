@@ -82,8 +82,11 @@ def kinds_of_results(
 
     def of(x: Any, y: Any) -> Known:
         if isinstance(x, Literal) or isinstance(y, Literal):
-            is_same = isinstance(x, Literal) and isinstance(y, Literal) and _same(x.val, y.val)
-            return FREE if is_same else None
+            if isinstance(x, Literal) and isinstance(y, Literal) and _same(x.val, y.val):
+                return FREE
+            if isinstance(x, Literal) and np.issubdtype(np.result_type(x.val), np.integer):
+                raise OtherProgram  # Such as a capacity; others are such as the factor of a mean.
+            return None
         if twins[x] is not y:
             raise OtherProgram
         return known.get(x)

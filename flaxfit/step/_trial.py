@@ -70,7 +70,7 @@ def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -
     whole, n = _read(run(state, batch, 0)), n_examples(batch)
     places = np.arange(n)
     for is_other in (places < n // 2, places >= n // 2, places % 2 == 0):
-        found = _read(run(state, _with_other_rows(batch, is_other), 0))
+        found = _read(run(state, with_other_rows(batch, is_other), 0))
         for owner, rows in _in_order(whole):
             for a, b in zip(_arrays(rows), _arrays(found.rows[owner]), strict=True):
                 if a.shape[:1] == (n,) and _differ(a[~is_other], b[~is_other], _SAME):
@@ -220,7 +220,7 @@ def _some_rows(run: Run, state: PyTree, batch: Batch) -> Batch:
     return few
 
 
-def _with_other_rows(batch: Batch, is_other: np.ndarray) -> Batch:
+def with_other_rows(batch: Batch, is_other: np.ndarray) -> Batch:
     """Replaces rows by others of the batch with smaller values, of each array by other factors."""
 
     def replaced(number: int, x: np.ndarray) -> np.ndarray:

@@ -150,6 +150,47 @@ def test_one_that_is_has_the_value_of_one_device(function, accumulate):
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 
+class Recentred(nn.Module):
+    """Reads the mean of an earlier batch; of the part before where parts compute in turn."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        h = nn.Dense(2)(x)
+        kept = self.variable("stats", "mean", lambda: jnp.zeros(2))
+        before = kept.value
+        if train and not self.is_initializing():
+            kept.value = h.mean(0)
+        return h - before
+
+
+class Annealed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool):
+        n_calls = self.variable("stats", "calls", lambda: jnp.zeros(()))
+        if train and not self.is_initializing():
+            n_calls.value += 1
+        return nn.Dense(2)(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [slow(Recentred(), "accumulate=1"), (Annealed(), "'stats/calls'")]
+)
+def test_parts_that_continue_from_one_another_have_the_state_of_the_batch(module, words):
+    model = ff.Model(module, optax.sgd(0.1), "mse", strategy=ff.DataParallel(ONE), accumulate=2)
+    with pytest.raises(ValueError, match=words):
+        model.fit(X, Y, 20, verbose=0)
+    model = ff.Model(Annealed(), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]())
+    model.fit(X, Y, 20, verbose=0)
+    assert model.state.model_state["stats"]["calls"] == 1
+
+
+@pytest.mark.slow
+def test_a_small_part_of_other_rows_is_found_on_replicas_too():
+    model = model_of(lambda w, x, _: (x - 9e-3 * x.mean(0)) @ w, FOUR["shard_map"]())
+    with pytest.raises(ValueError, match="from other examples of its batch"):
+        model.fit(X, Y, 20, verbose=0)
+
+
 class Codebook(nn.Module):
     """Counts in the step how often each row of a table is the nearest, over all replicas."""
 

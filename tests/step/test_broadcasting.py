@@ -100,6 +100,7 @@ def test_a_usual_cross_entropy_by_index_trains_as_that_by_name(nll, n_devices):
 
 
 def test_what_looks_at_one_side_only_is_not_meant():
+    check_by_row("The metric", lambda o, t: jnp.abs(o - o.mean(0)).sum(-1), (COLUMN,), (ROW,))
     check_by_row("The loss", lambda o, t: o.mean(-1), (COLUMN,), (ROW,))
     check_by_row("The loss", lambda o, t: t, (COLUMN,), (ROW,))
     check_by_row("The loss", lambda o: o.mean(-1), (COLUMN,), ())
