@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections import namedtuple
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from by_hand import Seen, lbfgs, probe
 from loops import given, small_waves
 from marks import slow, thorough
 
@@ -139,11 +140,8 @@ def size(x, axis=None):
 
 def descend(state, batch):
     """A step of the user's own, which needs the whole batch."""
-
-    def loss(params):
-        return jnp.mean(ce(rows(params, batch.inputs["x"]), batch.inputs["labels"]))
-
-    value, grads = jax.value_and_grad(loss)(state.params)
+    (x,), (labels,) = batch.inputs, batch.targets
+    value, grads = jax.value_and_grad(lambda p: jnp.mean(ce(rows(p, x), labels)))(state.params)
     return state.apply_gradient(optax.sgd(RATE), grads), {"loss": value}
 
 
@@ -161,27 +159,6 @@ class Noisy(nn.Module):
         self.sow("losses", "size", size(x))
         x = nn.Dropout(0.5, deterministic=not self.train)(x)
         return nn.Dense(4, kernel_init=small_waves)(x)
-
-
-class Seen(NamedTuple):
-    value: jax.Array
-    value_there: jax.Array
-    grad: jax.Array
-    grad_there: jax.Array
-
-
-def probe():
-    """Descends, and keeps what it was passed, and what the functions give at its parameters."""
-
-    def init(params):
-        none = jax.tree.map(jnp.zeros_like, params)
-        return Seen(jnp.zeros(()), jnp.zeros(()), none, none)
-
-    def update(updates, state, params=None, *, value, grad, value_fn, **extra):
-        seen = Seen(value, value_fn(params), grad, jax.grad(value_fn)(params))
-        return jax.tree.map(lambda g: -RATE * g, updates), seen
-
-    return optax.GradientTransformationExtraArgs(init, update)
 
 
 # The table.
@@ -245,6 +222,7 @@ def no_parts(why=""):
 
 
 NO_PARTS, SCALAR = no_parts(), no_parts("it is a scalar")
+NO_AXIS = "Cannot use the axis .replica. in the model with"
 SAY_SO = "depends on the other examples .* across='batch'"
 LONELY = {"rest": SAY_SO, "accumulate": SAY_SO, "devices": SAY_SO}
 SUM = "the penalty that the model adds .* a mean over"
@@ -261,7 +239,7 @@ SOWN = {
 ONES, MASKED, WEIGHED = lambda d: 1.0, attrgetter("step_mask"), attrgetter("step_w")
 IGNORING, CE = crossentropy(ignore_label=-100), "crossentropy"
 LOW = (3e-2, 1e-5, 3e-2)
-Rows, Whole = like(ce_rows), like(ce_rows, refused=NO_PARTS)
+Rows, Scalar = like(ce_rows), like(ce_rows, refused=SCALAR)
 Penal = like(
     ce_rows,
     refused=no_parts("its penalty is one number"),
@@ -297,7 +275,7 @@ KINDS = {
         both(CE),
         lambda p, d: [(ce_tokens(p, d), d.step_w), (3 * ce_tokens(p, d), 1.0)],
         weights={"a": "step_w"},
-        optimizer=probe(),
+        optimizer=probe(RATE),
         options={"loss_weights": {"b": 3.0}},
         **TWO_TOKENS,
     ),
@@ -315,41 +293,47 @@ KINDS = {
         targets=both("labels"),
         model=lambda p, x: both(x @ p["a"], x @ p["b"]),
     ),
-    "scalar mean": Whole(lambda o, t: ce(o, t).mean(), refused=SCALAR),
-    "scalar sum": Whole(
+    "scalar mean": Scalar(lambda o, t: ce(o, t).mean()),
+    "scalar sum": Scalar(
         lambda o, t: ce(o, t).sum() / 8, lambda p, d: jnp.full(len(d.x), ce_rows(p, d).sum() / 8)
     ),
-    "masked mean": Whole(
+    "masked mean": Scalar(
         lambda o, t, mask: (ce(o, t) * mask).sum() / mask.sum(),
         lambda p, d: jnp.full(len(d.x), (ce_rows(p, d) * d.mask).sum() / jnp.sum(d.mask)),
         targets=("labels", "mask"),
     ),
     "penalty": Penal(lambda o, t: (ce(o, t), 0.1 * jnp.var(o))),
     "weighted, with a penalty": Penal(lambda o, t: (ce(o, t), 0.1 * jnp.var(o)), weights="w"),
-    "scalar, with a penalty": Penal(lambda o, t: (ce(o, t).mean(), 0.1 * jnp.var(o))),
-    "normalised by the batch": Whole(
+    "scalar, with a penalty": Penal(
+        lambda o, t: (ce(o, t).mean(), 0.1 * jnp.var(o)), refused=SCALAR
+    ),
+    "normalised by the batch": Kind(
         lambda o, t, mask: ce(o, t) * mask / mask.mean(),
         lambda p, d: ce_rows(p, d) * d.mask / jnp.mean(d.mask),
         targets=("labels", "mask"),
         options=UNPADDED,
+        refused=NO_PARTS,
     ),
-    "contrastive scalar": Pairs(lambda *o: clip(*o).mean()),
+    "contrastive scalar": Pairs(lambda *o: clip(*o).mean(), refused=SCALAR),
     "contrastive": Pairs(clip, options=UNPADDED),
     "weighted contrastive": Pairs(clip, weights="w", options=UNPADDED),
     "undeclared contrastive": Lonely(clip),
-    "undeclared, by name": Lonely("info_nce"),
+    "undeclared, by name": Lonely(
+        "info_nce", refused=dict.fromkeys(("rest", "accumulate", "virtual"), SAY_SO)
+    ),
     "undeclared pairs": Lonely(paired, **VIEWS),
     "gathering": Pairs(
         clip_of_all,
         lambda p, d: ce(p["scale"] * (d.x @ p["a"]) @ (d.other @ p["b"]).T, np.arange(len(d.x))),
-        refused={"accumulate": "", "virtual": ""},
+        refused={"virtual": NO_AXIS, **SCALAR},
+        measured=NO_AXIS,
     ),
-    "across": Across(clip, optimizer=probe()),
+    "across": Across(clip, optimizer=probe(RATE)),
     "across, scalar": Across(lambda *o: clip(*o).mean()),
     "across, penalized": Across(
         lambda *o: (clip(*o).mean(), size(o[0])), penalty=lambda p, d: size(d.x @ p["a"])
     ),
-    "across, of the library": Across(info_nce, weights="w", metrics={"nce": info_nce}, **SOWN),
+    "across, of the library": Across(info_nce, weights="w", **SOWN),
     "across, weighted and sown": Across(clip, weights="w", **SOWN),
     "across, with options": Across(clip, None, options=WHOLE | SEVERAL),
     "across, float16": Across(clip, None, options=WHOLE | {"precision": "float16"}, tolerance=LOW),
@@ -358,13 +342,14 @@ KINDS = {
         nearest,
         lambda p, d: nearest(rows(p, d.x), d.labels, lambda x: x),
         weights="mask",
-        **TO_BATCH,
+        options=WHOLE,
+        refused={"virtual": NO_AXIS},
     ),
     "objective": Rows(
         None,
         lambda p, d: [(ce_rows(p, d) + size(d.x @ p["a"], -1), d.w * (d.labels != 1))],
         weights="w",
-        optimizer=probe(),
+        optimizer=probe(RATE),
         options={"objective": two_calls},
     ),
     "mean of the model": Rows(CE, **SOWN),
@@ -385,18 +370,14 @@ KINDS = {
     "line search": Rows(
         lambda o, t: ce(o, t),
         weights="w",
-        optimizer=optax.lbfgs(memory_size=3, linesearch=optax.scale_by_zoom_linesearch(4)),
+        optimizer=lbfgs(),
         tolerance=(1e-4, 1e-5, 1e-5),
     ),
     "own step": Rows(
-        None,
-        targets=(),
-        inputs={"x": "x", "labels": "labels"},
-        model=lambda p, x, labels: x @ p["a"],
         options={"step": descend},
         refused={"accumulate": "accumulate would have no effect: the task has a custom step"},
     ),
-    "dropout": Kind(CE, weights="w", module=Noisy(), optimizer=probe(), by_replica=True),
+    "dropout": Kind(CE, weights="w", module=Noisy(), optimizer=probe(RATE), by_replica=True),
     "BatchNorm": Kind(CE, module=Noisy(norm=True), by_replica=True),
 }
 
@@ -425,11 +406,13 @@ def data_of(kind, size, *names):
 @functools.cache
 def run(name, strategy="one device", accumulate=1, size="rest"):
     """The numbers of a few steps and those measured then; the last state and predictions."""
-    kind, data = KINDS[name], data_of(KINDS[name], size)
+    kind = KINDS[name]
     model = model_of(kind, strategy, accumulate)
-    steps = model.fit(data, steps_per_epoch=1, epochs=N_STEPS, verbose=0)
-    measured = model.evaluate(data, verbose=0) if name != "own step" else {}
-    outputs = model.predict(data_of(kind, size, kind.inputs), verbose=0)
+    steps = model.fit(data_of(kind, size), steps_per_epoch=1, epochs=N_STEPS, verbose=0)
+    measured = model.evaluate(data_of(kind, size), verbose=0) if name != "own step" else {}
+    # Others have outputs that are not by example.
+    is_applied = kind.model not in (towers, views)
+    outputs = is_applied and model.predict(data_of(kind, size, kind.inputs), verbose=0)
     return (dict(steps), measured), (model.state.replace(key=None), outputs)
 
 

@@ -298,26 +298,18 @@ def class_scores(variables, x, **options):
     return jnp.stack([x @ variables["params"], x[:, 0], x[:, 1]], -1)
 
 
-BY_CLASS = {
-    name: getattr(ff.metrics, name)(average="macro") for name in ("precision", "recall", "f1")
-}
+BY_CLASS = [getattr(ff.metrics, name)(average="macro") for name in ("precision", "recall", "f1")]
 OF_ROWS = {
-    "numbers": (
-        score,
-        ROWS @ np.float32([1, -2, 0.5]),
-        dict.fromkeys(("mse", "mae", "rmse", "r2")),
-    ),
+    "numbers": (score, ROWS @ np.float32([1, -2, 0.5]), ["mse", "mae", "rmse", "r2"]),
     "two classes": (
         score,
         (CLASSES > 0).astype(np.int32),
-        dict.fromkeys(("accuracy", "precision", "recall", "f1", "auc")),
+        ["accuracy", "precision", "recall", "f1", "auc"],
     ),
     "classes": (
         class_scores,
         CLASSES,
-        dict.fromkeys(("accuracy", "top_2", "perplexity"))
-        | BY_CLASS
-        | {"confusion_matrix": ff.metrics.confusion_matrix(n_classes=3)},
+        ["accuracy", "top_2", "perplexity", *BY_CLASS, ff.metrics.confusion_matrix(n_classes=3)],
     ),
 }
 
@@ -327,7 +319,7 @@ def sums_by_row(name, is_weighted):
     """The task, and the sums of each example on its own, in float64."""
     model, targets, chosen = OF_ROWS[name]
     loss = "mse" if name == "numbers" else None
-    task = ff.EvalTask(model, {key: value or key for key, value in chosen.items()}, loss=loss)
+    task = ff.EvalTask(model, chosen, loss=loss)
     outputs = np.asarray(model({"params": KERNEL}, ROWS))
     w, sums = ROW_WEIGHTS if is_weighted else np.ones_like(ROW_WEIGHTS), {}
     for key, metric in task.metrics.items():

@@ -18,7 +18,6 @@ from flaxfit.step._metric_totals import compute
 rng = np.random.default_rng(2)
 X = rng.normal(size=(48, 5)).astype(np.float32)
 Y = np.tanh(X @ rng.normal(size=(5, 3))).astype(np.float32)
-W = rng.uniform(0.1, 3, size=48).astype(np.float32)
 
 
 def waves(key, shape, dtype):
