@@ -243,16 +243,6 @@ def test_a_penalty_that_is_a_sum_is_refused(strategy, accumulate):
         model.fit(X, Y, 20, verbose=0)
 
 
-@pytest.mark.slow
-def test_a_penalty_that_is_a_mean_has_the_value_of_one_device():
-    found = []
-    for place in (ff.DataParallel(ONE), FOUR["shard_map"](), FOUR["virtual"]()):
-        model = ff.Model(Sown("mean"), optax.sgd(0.1), "mse", strategy=place)
-        history = model.fit(X, Y, 20, epochs=2, verbose=0)
-        found.append([*history["loss"], model.evaluate(X, Y, batch_size=20, verbose=0)["loss"]])
-    np.testing.assert_allclose(found[1:], found[:1] * 2, rtol=1e-5)
-
-
 class Normalized(nnx.Module):
     """BatchNorm, and perhaps the mean of the batch besides."""
 

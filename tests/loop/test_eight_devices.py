@@ -11,18 +11,17 @@ TESTS = Path(__file__).parents[1]
 PATTERNS = {
     "tree/test_digest.py": "shard",
     "importers/test_placement.py": "",
-    "loop/test_exact.py": "-8",
+    "loop/test_eval_loop.py": "any_number and -8-",
+    "loop/test_predictor.py": "any_number and [8]",
+    "loop/test_train_loop_exactness.py": "every_step and [8-",
     "strategies/test_sharded.py": "fifty_steps or any_number or each_device or born",
-    "step/test_strategy_invariance.py": "(test_a_loss_has or contrastive) and data-parallel",
-    "step/test_divided_batch.py": "data-parallel",
-    "step/test_whole_batch.py": "contrastive and values and (data or fsdp)",
+    "test_strategy_invariance.py": "numbers_of_one and rest and (shard_map or FSDP-4)",
 }
 USUAL = PATTERNS | {
     "tree/test_digest.py": "does_not_depend_on_the_sharding",
-    "loop/test_exact.py": "numbers-8",
+    "loop/test_eval_loop.py": "any_number and numbers-8-",
     "strategies/test_sharded.py": "fifty_steps or any_number or each_device",
-    "step/test_strategy_invariance.py": "uneven_rest and contrastive and data-parallel",
-    "step/test_divided_batch.py": "the_functions_give and data-parallel",
+    "test_strategy_invariance.py": "numbers_of_one and shard_map",
 }
 
 

@@ -1,4 +1,6 @@
-"""EvalLoop as a callback and on its own; its numbers are tested in test_exact.py."""
+"""EvalLoop as a callback and on its own, and what it measures of any number of examples."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 from flax import linen as nn
-from marks import diagonal, thorough
+from loops import some_devices
+from marks import diagonal, slow, thorough
 from redex import combinator
 
 import flaxfit as ff
@@ -279,3 +282,75 @@ def test_what_is_not_a_task_is_refused():
 
 def assert_same(a, b):
     np.testing.assert_array_equal(a, b)
+
+
+KERNEL = np.array([0.3, 0.1, -0.4], np.float32)
+ROWS = RNG.normal(size=(25, 3)).astype(np.float32)
+ROW_WEIGHTS = RNG.uniform(0.2, 2, 25).astype(np.float32)
+CLASSES = RNG.integers(0, 3, 25).astype(np.int32)
+
+
+def score(variables, x, **options):
+    return x @ variables["params"]
+
+
+def class_scores(variables, x, **options):
+    return jnp.stack([x @ variables["params"], x[:, 0], x[:, 1]], -1)
+
+
+BY_CLASS = [getattr(ff.metrics, name)(average="macro") for name in ("precision", "recall", "f1")]
+OF_ROWS = {
+    "numbers": (score, ROWS @ np.float32([1, -2, 0.5]), ["mse", "mae", "rmse", "r2"]),
+    "two classes": (
+        score,
+        (CLASSES > 0).astype(np.int32),
+        ["accuracy", "precision", "recall", "f1", "auc"],
+    ),
+    "classes": (
+        class_scores,
+        CLASSES,
+        ["accuracy", "top_2", "perplexity", *BY_CLASS, ff.metrics.confusion_matrix(n_classes=3)],
+    ),
+}
+
+
+@functools.cache
+def sums_by_row(name, is_weighted):
+    """The task, and the sums of each example on its own, in float64."""
+    model, targets, chosen = OF_ROWS[name]
+    loss = "mse" if name == "numbers" else None
+    task = ff.EvalTask(model, chosen, loss=loss)
+    outputs = np.asarray(model({"params": KERNEL}, ROWS))
+    w, sums = ROW_WEIGHTS if is_weighted else np.ones_like(ROW_WEIGHTS), {}
+    for key, metric in task.metrics.items():
+
+        def measure(o, t, w, metric=metric):
+            return metric.measure(o[None], t[None], weights=w[None])
+
+        found = jax.jit(jax.vmap(measure))(outputs, targets, w)
+        sums[key] = jax.tree.map(lambda s: np.asarray(s, np.float64), found)
+    return task, sums
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("is_weighted", [thorough(False), True], ids=["equal", "weighted"])
+@pytest.mark.parametrize("n_devices", some_devices(1, 3))
+@pytest.mark.parametrize("name", ["numbers", slow("two classes"), slow("classes")])
+def test_any_number_of_examples_has_the_metrics_of_all_of_them(name, n_devices, is_weighted):
+    task, sums = sums_by_row(name, is_weighted)
+    evaluate = ff.EvalLoop(task, strategy=ff.DataParallel(jax.devices()[:n_devices]))
+    state = ff.InferenceState(np.int32(0), KERNEL, {})
+    targets = OF_ROWS[name][1]
+    for n in range(1, 26):
+        w = ROW_WEIGHTS[:n] if is_weighted else None
+        found = evaluate.measure(state, ff.ArrayStream(ROWS[:n], targets[:n], w, batch_size=8))
+        for key, rows in sums.items():
+            whole = task.metrics[key].compute(jax.tree.map(lambda s, n=n: s[:n].sum(0), rows))
+            # r2 is 1 minus a quotient of sums; the quotient is what rounding must not touch.
+            ours, theirs = (1 - found[key], 1 - whole) if key == "r2" else (found[key], whole)
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6, err_msg=f"{key} of {n}")
+        if name == "numbers":
+            errors = ROWS[:n].astype(np.float64) @ KERNEL - targets[:n]
+            mse, mae = (np.average(each, weights=w) for each in (errors**2, abs(errors)))
+            expected = {"loss": mse, "mse": mse, "mae": mae}
+            assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-6), n

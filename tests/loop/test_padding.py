@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import given
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit import DataParallel
@@ -100,3 +102,84 @@ def test_a_penalty_of_the_model_sees_no_padded_rows(strategy):
     squares = x.sum(1) ** 2
     assert fit["loss"][0] == pytest.approx(squares.mean(), rel=1e-5)
     assert fit["penalty"][0] == pytest.approx(squares.mean())
+
+
+WEIGHTS = np.array([0.3, 0.1, -0.4], np.float32)
+ROWS = np.random.default_rng(2).normal(size=(25, 3)).astype(np.float32)
+SUMS = (ROWS @ np.array([1.0, -2.0, 0.5])).astype(np.float32)
+
+
+def scalar_loss(outputs, targets):
+    return jnp.mean((outputs - targets) ** 2)
+
+
+def loop_of(n=25, loss="mse", batch_size=6, n_devices=4, *, data=None, counts=False, **options):
+    """A loop over some rows; a model that counts what it has seen takes no padded row."""
+
+    @given
+    def init(rngs, x):
+        return {"params": WEIGHTS} | ({"stats": {"seen": np.zeros(3, "f4")}} if counts else {})
+
+    def apply(variables, x, **_):
+        seen = {"stats": {"seen": variables["stats"]["seen"] + x.mean(0)}} if counts else {}
+        return x @ variables["params"], seen
+
+    data = data or ff.ArrayStream(ROWS[:n], SUMS[:n], batch_size=batch_size, epochs=1)
+    task = ff.TrainTask(options.pop("apply", apply), optax.sgd(0.1), loss, data)
+    devices = jax.devices()[:n_devices]
+    return ff.TrainLoop(init, task, 0, devices=devices, n_steps_per_checkpoint=1, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [thorough(1), thorough(3), 6, thorough(7)])
+def test_less_data_than_a_batch_is_a_remainder_where_it_cannot_be_padded(n):
+    expected = np.mean((ROWS[:n].astype(np.float64) @ WEIGHTS - SUMS[:n]) ** 2)
+    for n_devices in (1, 2, 4):
+        for options in ({"loss": scalar_loss}, {"counts": True}):
+            (found,) = loop_of(n, batch_size=8, n_devices=n_devices, stdout=False, **options)
+            assert found.loss == pytest.approx(expected, rel=1e-6)
+        data = ff.ArrayStream(ROWS[:n], SUMS[:n], batch_size=8, epochs=1)
+        task = ff.EvalTask(lambda v, x: x @ v["params"], [], data, loss=scalar_loss)
+        evaluate = ff.EvalLoop(task, strategy=DataParallel(jax.devices()[:n_devices]))
+        found = evaluate.measure(ff.InferenceState(np.int32(0), WEIGHTS, {}))
+        assert found["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_regular_batch_that_cannot_be_split_or_padded_is_refused():
+    with pytest.raises(ValueError, match=r"6 examples over 4 devices .*batch size of 4 or 8"):
+        next(loop_of(loss=scalar_loss, stdout=False))
+
+
+def test_a_padded_row_is_a_real_one_and_said_once(capsys):
+    # The gradient of a norm is NaN at zero, even times a weight of zero.
+    def norm(variables, x, **options):
+        return jnp.sqrt(jnp.sum((x * variables["params"]) ** 2, -1)), {}
+
+    *_, last = loop_of(apply=norm)
+    assert np.isfinite(last.state.params).all()
+    assert capsys.readouterr().err.count("padded to 8 with rows of weight 0") == 1
+
+
+class Shortened(ff.ArrayStream):
+    """Arrays of a whole number of batches, whose third batch comes shorter or with weights."""
+
+    n_delivered, has_weights = 0, False
+
+    def __next__(self):
+        x, y = super().__next__()
+        self.n_delivered += 1
+        if self.n_delivered != 3:
+            return x, y
+        return (x, y, np.arange(8, dtype=np.float32)) if self.has_weights else (x[:5], y[:5])
+
+
+@pytest.mark.parametrize("has_weights", [False, slow(True)])
+def test_a_class_of_the_users_own_may_change_its_batches(has_weights):
+    def shortened():
+        stream = Shortened(ROWS[:24], SUMS[:24], batch_size=8, epochs=1, resident=False)
+        stream.has_weights = has_weights
+        return stream
+
+    streams = shortened(), list(shortened())
+    found, expected = ([c.loss for c in loop_of(data=data, stdout=False)] for data in streams)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

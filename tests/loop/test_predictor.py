@@ -2,7 +2,10 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
+from internals import n_programs_of
+from loops import given, some_devices
 
 import flaxfit as ff
 from flaxfit.loop._predictor import Predictor
@@ -49,6 +52,29 @@ def test_a_model_is_traced_once_for_batches_of_the_same_shape():
     n_traces = len(traces)
     predict(STATE.replace(params=np.float32(5)), ff.ArrayStream(X, batch_size=4), STRATEGY)
     assert len(traces) == n_traces
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("n_devices", some_devices(3))
+def test_any_number_of_rows_is_predicted_in_order_by_one_program(n_devices):
+    x = np.random.default_rng(0).normal(size=(25, 3)).astype(np.float32)
+
+    @given
+    def init(rngs, x):
+        return {"params": np.array([0.3, 0.1, -0.4], np.float32)}
+
+    def apply(variables, x, mutable=False, **_):
+        outputs = x @ variables["params"]
+        return outputs if mutable is False else (outputs, {})
+
+    strategy = ff.DataParallel(jax.devices()[:n_devices])
+    model = ff.Model((init, apply), optax.sgd(0.0), "mse", strategy=strategy)
+    model.fit(x[:12], x[:12, 0], batch_size=12, verbose=0)
+    whole = model.predict(x, batch_size=24)
+    for n in range(1, 26):
+        np.testing.assert_array_equal(model.predict(x[:n], batch_size=24), whole[:n])
+    assert n_programs_of(model)[2] == 1
 
 
 def test_random_streams_need_a_training_state():

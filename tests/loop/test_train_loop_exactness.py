@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from loops import OPTIMIZER, Normalized, Regressor, X, Y, make_loop
-from marks import thorough
+from internals import programs_of
+from loops import OPTIMIZER, Normalized, Regressor, X, Y, given, make_loop, some_devices
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.loop._tally import Tally
@@ -94,6 +95,81 @@ def test_counters_stay_integers():
     *_, last = make_loop(Normalized(dropout=0.3), devices=jax.devices(), n_steps=3)
     calls = last.model_state["counters"]["calls"]
     assert calls.dtype == jnp.int32 and int(calls) == 3
+
+
+# Of any number of examples: the last batch of 8 may have fewer.
+
+ROWS = np.random.default_rng(2).normal(size=(25, 3)).astype(np.float32)
+SUMS = (ROWS @ np.array([1.0, -2.0, 0.5])).astype(np.float32)
+WEIGHTS = np.random.default_rng(3).uniform(0.2, 2, 25).astype(np.float32)
+PARAMS = np.array([0.3, 0.1, -0.4], np.float32)
+
+
+@given
+def init(rngs, x):
+    return {"params": jnp.asarray(PARAMS, x.dtype)}
+
+
+def apply(variables, x, **_):
+    return x @ variables["params"], {}
+
+
+def steps_by_hand(x, y, w, rate):
+    """The loss and the parameters of each step of an epoch, in float64."""
+    params = PARAMS.astype(np.float64)
+    for rows in (slice(i, min(i + 8, len(x))) for i in range(0, len(x), 8)):
+        w_of, x_of = w[rows].astype(np.float64), x[rows].astype(np.float64)
+        errors = x_of @ params - y[rows]
+        params = params - rate * (2 * w_of * errors) @ x_of / w_of.sum()
+        yield np.average(errors**2, weights=w_of), params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [thorough(None), WEIGHTS], ids=["equal", "weighted"])
+@pytest.mark.parametrize("n_devices", some_devices(4))
+def test_every_step_of_an_epoch_has_the_gradient_of_its_own_examples(n_devices, weights):
+    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", [(ROWS, SUMS)])
+    loop = ff.TrainLoop(init, task, 0, devices=jax.devices()[:n_devices], stdout=False)
+    for n in range(1, 26):
+        w = None if weights is None else weights[:n]
+        loop.restore(loop.state.replace_params(PARAMS))
+        # What is resident has a program for each size; the other way has one for all.
+        options = {"epochs": 1, "resident": n % 5 == 0}
+        loop.data = ff.ArrayStream(ROWS[:n], SUMS[:n], w, batch_size=8, **options)
+        expected = steps_by_hand(ROWS[:n], SUMS[:n], np.ones(n) if w is None else w, 0.1)
+        for checkpoint, (loss, params) in zip(loop.run(99), expected, strict=True):
+            assert checkpoint.loss == pytest.approx(loss, rel=1e-5, abs=1e-9), n
+            np.testing.assert_allclose(checkpoint.state.params, params, rtol=2e-5, atol=1e-7)
+
+
+def test_an_epoch_with_a_remainder_compiles_once():
+    data = ff.ArrayStream(ROWS, SUMS, batch_size=8, epochs=3)
+    loop = ff.TrainLoop(init, ff.TrainTask(apply, optax.sgd(0.1), "mse", data), 0, stdout=False)
+    assert len(list(loop)) == 12
+    assert len(programs_of(loop)) == 1
+
+
+@pytest.mark.parametrize("resident", [slow(True), False])
+@pytest.mark.parametrize(
+    "weights", [thorough(None, id="equal"), pytest.param(WEIGHTS, id="weighted")]
+)
+@pytest.mark.parametrize("n_devices", [thorough(1), 3])
+def test_sixty_four_bits_are_kept_where_they_are_switched_on(n_devices, weights, resident):
+    with jax.enable_x64(True):
+        x, y = ROWS.astype(np.float64), SUMS.astype(np.float64)
+        data = ff.ArrayStream(x, y, weights, batch_size=8, epochs=1, resident=resident)
+        task = ff.TrainTask(apply, optax.sgd(0.1), "mse", data)
+        strategy = ff.DataParallel(jax.devices()[:n_devices])
+        loop = ff.TrainLoop(init, task, 0, strategy=strategy, stdout=False)
+        w = np.ones(len(x)) if weights is None else weights.astype(np.float64)
+        params = PARAMS
+        for checkpoint, (loss, params) in zip(loop, steps_by_hand(x, y, w, 0.1), strict=True):
+            assert checkpoint.loss == pytest.approx(loss, 1e-13)
+            np.testing.assert_allclose(checkpoint.state.params, params, rtol=1e-13)
+        measure = ff.EvalLoop(ff.EvalTask(lambda v, x: apply(v, x)[0], ["mae"]), strategy=strategy)
+        state = ff.InferenceState(np.int32(0), params, {})
+        expected = np.average(np.abs(x @ params - y), weights=w)
+        assert measure.measure(state, data.one_epoch())["mae"] == pytest.approx(expected, 1e-13)
 
 
 # Speed: what the loop must not do.

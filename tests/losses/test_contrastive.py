@@ -3,9 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
+from marks import thorough
 from scipy.special import log_softmax
 
+import flaxfit as ff
 from flaxfit import losses
 
 RNG = np.random.default_rng(0)
@@ -111,6 +115,39 @@ def test_a_replica_computes_no_rows_of_others():
 def test_an_axis_of_another_name_is_not_looked_for():
     alone = jax.jit(jax.vmap(losses.info_nce, axis_name="rows"))(FIRST[None], SECOND[None])
     np.testing.assert_allclose(alone[0], info_nce(FIRST, SECOND, 1 / 0.07), rtol=1e-5)
+
+
+class Towers(nn.Module):
+    @nn.compact
+    def __call__(self, first, second):
+        return first * self.param("w", nn.initializers.ones, ()), second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [ff.DataParallel, thorough(ff.Sharded.fsdp)])
+def test_it_is_measured_over_the_whole_batch(make):
+    weights = RNG.uniform(0.5, 2, 8).astype(np.float32)
+    data, metrics = ff.ArrayStream((FIRST, SECOND), (), weights), {"nce": losses.info_nce}
+    task = ff.EvalTask(Towers(), metrics, data, loss="info_nce", across="batch")
+    state = ff.InferenceState(np.int32(0), {"w": np.float32(1)}, {})
+    found = ff.EvalLoop(task, strategy=make()).measure(state)
+    expected = np.average(info_nce(FIRST, SECOND, 1 / 0.07), weights=weights)
+    assert found == pytest.approx({"nce": expected, "loss": expected}, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["replica", "rows"])
+def test_replicas_may_have_another_name(given):
+    task = ff.TrainTask(
+        Towers(),
+        optax.sgd(0.1),
+        losses.info_nce(axis_name=given),
+        ff.ArrayStream((FIRST, SECOND), (), batch_size=8),
+        across="batch",
+    )
+    strategy = ff.DataParallel(axis_name="rows")
+    found = ff.TrainLoop(Towers(), task, 0, strategy=strategy, stdout=False).next_step().loss
+    assert found == pytest.approx(info_nce(FIRST, SECOND, 1 / 0.07).mean(), rel=1e-5)
 
 
 def test_embeddings_of_zeros_have_a_gradient():

@@ -18,7 +18,6 @@ from flaxfit.step._metric_totals import compute
 rng = np.random.default_rng(2)
 X = rng.normal(size=(48, 5)).astype(np.float32)
 Y = np.tanh(X @ rng.normal(size=(5, 3))).astype(np.float32)
-W = rng.uniform(0.1, 3, size=48).astype(np.float32)
 
 
 def waves(key, shape, dtype):
@@ -57,35 +56,6 @@ def assert_close(tree, other, **tolerance):
 
 def test_parts_are_as_many_as_divide():
     assert [count_parts(n, 4) for n in (1, 2, 3, 4, 5, 6, 8, 9)] == [1, 2, 3, 4, 1, 3, 4, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [thorough(1), 2])
-@pytest.mark.parametrize("weights", [thorough(None), W], ids=["unweighted", "weighted"])
-@pytest.mark.parametrize("batch_size", [thorough(12), 10], ids=["even", "uneven"])
-def test_microbatches_give_what_the_whole_batch_gives(n_devices, weights, batch_size):
-    def data():
-        return ff.ArrayStream(X, Y, weights, batch_size=batch_size, epochs=2)
-
-    whole, expected = train(None, n_devices, data=data())
-    loop, checkpoints = train(None, n_devices, data=data(), accumulate=3)
-    assert loop.step == whole.step == 2 * -(-48 // batch_size)
-    for checkpoint, other in zip(checkpoints, expected, strict=True):
-        assert checkpoint.metrics == pytest.approx(other.metrics, rel=2e-5)
-    assert_close(loop.state.params, whole.state.params, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("loss", "reason"),
-    [
-        (lambda o, t: jnp.mean((o - t) ** 2), "it is a scalar"),
-        (lambda o, t: ((o - t) ** 2, jnp.var(o)), "its penalty is one number"),
-    ],
-    ids=["scalar", "penalty"],
-)
-def test_microbatches_of_a_loss_of_the_whole_batch_are_refused(loss, reason):
-    with pytest.raises(ValueError, match=f"accumulate=4: {reason}"):
-        train(loss=loss, accumulate=4)
 
 
 def test_microbatches_that_cannot_be_padded_must_divide():
@@ -180,7 +150,13 @@ def test_freezing_nothing_or_everything_is_an_error(freeze, message):
 
 @pytest.mark.parametrize(
     "options",
-    [{"accumulate": 0}, {"precision": "int8"}, {"clip_norm": 0}, {"ema": 1.0}],
+    [
+        {"accumulate": 0},
+        {"precision": "int8"},
+        {"clip_norm": 0},
+        {"ema": 1.0},
+        {"across": "devices"},
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_wrong_options_are_refused_with_their_value(options):
@@ -330,13 +306,13 @@ def test_the_sums_of_a_count_are_not_divided():
 
 
 @pytest.mark.slow
-def test_parts_of_a_batch_need_less_memory_than_the_whole():
+@pytest.mark.parametrize("across", [None, "batch"])
+def test_parts_of_a_batch_need_less_memory_than_the_whole(across):
     def bytes_of(accumulate):
         module = nn.Sequential((nn.Dense(64), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(1)))
         x = np.ones((1024, 8), np.float32)
-        task = ff.TrainTask(
-            module.apply, optax.sgd(0.1), "mse", [(x, x[:, :1])], accumulate=accumulate
-        )
+        options = {"across": across, "accumulate": accumulate}
+        task = ff.TrainTask(module.apply, optax.sgd(0.1), "mse", [(x, x[:, :1])], **options)
         options = {"devices": jax.devices()[:1], "stdout": False}
         return ff.TrainLoop(init_of(module, 8), task, 0, **options).step_memory()
 

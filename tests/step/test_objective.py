@@ -196,28 +196,6 @@ def test_own_keys_make_two_calls_equal():
 
 
 @pytest.mark.slow
-def test_weights_of_its_own_count_over_all_replicas():
-    def masked(apply, batch, rngs):
-        (labels,) = batch.targets
-        return losses.crossentropy(apply(*batch.inputs), labels), labels != 1
-
-    data = ff.ArrayStream(CHOSEN, LABELS, batch_size=N)
-    module = nn.Dense(3)
-
-    def first(strategy):
-        task = ff.TrainTask(module, optax.sgd(0.5), objective=masked, data=data)
-        return ff.TrainLoop(module, task, 0, stdout=False, **STRATEGIES[strategy]).next_step()
-
-    one, four = first("one"), first("data parallel")
-    assert one.loss == pytest.approx(four.loss, rel=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        one.state.params,
-        four.state.params,
-    )
-
-
-@pytest.mark.slow
 def test_fit_and_evaluate_report_the_objective():
     module = nnx.Linear(5, 3, rngs=nnx.Rngs(0))
 

@@ -1,9 +1,12 @@
 """What comparisons with a training loop by hand share."""
 
 import inspect
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from loops import given
 
 
@@ -26,3 +29,29 @@ def n_lines(function):
     """The lines of code of a function, without its docstring."""
     source = inspect.getsource(function).replace(f'    """{function.__doc__}"""\n', "")
     return sum(bool(line.strip()) for line in source.splitlines())
+
+
+class Seen(NamedTuple):
+    value: jax.Array
+    value_there: jax.Array
+    grad: jax.Array
+    grad_there: jax.Array
+
+
+def probe(rate):
+    """Descends, and keeps what it was passed, and what the functions give at its parameters."""
+
+    def init(params):
+        none = jax.tree.map(jnp.zeros_like, params)
+        return Seen(jnp.zeros(()), jnp.zeros(()), none, none)
+
+    def update(updates, state, params=None, *, value, grad, value_fn, **extra):
+        seen = Seen(value, value_fn(params), grad, jax.grad(value_fn)(params))
+        return jax.tree.map(lambda g: -rate * g, updates), seen
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def lbfgs():
+    """An optimizer that evaluates the loss along a line."""
+    return optax.lbfgs(memory_size=3, linesearch=optax.scale_by_zoom_linesearch(4))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from marks import thorough
 
 import flaxfit as ff
 
@@ -49,6 +50,15 @@ class Normalized(nn.Module):
         x = nn.BatchNorm(use_running_average=False)(nn.Dense(8, use_bias=False)(x))
         x = nn.Dropout(self.dropout, deterministic=self.dropout == 0)(nn.relu(x))
         return nn.Dense(1)(x)[:, 0]
+
+
+def some_devices(*usual):
+    """Numbers of devices to try; all but the usual ones are thorough, and eight if there are.
+
+    test_eight_devices.py runs such tests once more, on eight devices.
+    """
+    numbers = [n for n in (1, 2, 3, 4, 8) if n <= len(jax.devices())]
+    return [n if n in (*usual, 8) else thorough(n) for n in numbers]
 
 
 def make_task(module=None, data=None, optimizer=None, **options):
