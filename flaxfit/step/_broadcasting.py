@@ -97,6 +97,7 @@ def _combines_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool
 
     batch = Batch(drawn, picked)
     other = with_other_rows(Batch((), picked), rows >= 0).targets
+    other = jax.tree.map(lambda x: x + x.dtype.type(jnp.issubdtype(x.dtype, jnp.inexact)), other)
     both = (jax.tree.leaves(run((), batch._replace(targets=each), 0)) for each in (picked, other))
     if all(np.array_equal(a, b, equal_nan=True) for a, b in zip(*both, strict=True)):
         return False  # It is of the outputs alone.
