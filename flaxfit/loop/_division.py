@@ -298,7 +298,7 @@ class Division(NamedTuple):
             changed = Difference(rows=mixed)
         # A loss of the library looks for the axis, and finds none where none is mapped. Rows that
         # are random cannot be compared.
-        may_be_joint = any(changed) and self.n_parts == 1 and proof.is_alike and not proof.draws
+        may_be_joint = any(changed) and self.n_parts == 1 and not proof.draws
         if is_joint or may_be_joint and reduces_over(axis, self.run, state[0], batch, states):
             joint = halves(together=together)
             changed = joint if is_joint or not any(joint) else changed
