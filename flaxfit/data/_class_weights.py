@@ -10,7 +10,7 @@ import numpy as np
 
 from flaxfit.data._adapters import as_stream
 from flaxfit.data._arrays import ArrayStream
-from flaxfit.data._batch import parts_of
+from flaxfit.data._batch import three_parts
 from flaxfit.data._indexed_batches import is_indexed, n_batches
 from flaxfit.data._libraries import is_hugging_face
 from flaxfit.data._sample_weights import check_weights
@@ -157,7 +157,7 @@ class ClassWeightedStream:
 
 
 def _three_parts(item: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    inputs, targets, weights = (*parts_of(item), None, None)[:3]
+    inputs, targets, weights = three_parts(item, "a batch")
     if isinstance(weights, Mapping):
         raise ValueError(WEIGHTS_BY_OUTPUT)
     return inputs, targets, weights

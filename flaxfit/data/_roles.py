@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxfit.data._batch import TARGET_NAMES, Batch, fields_by_part, parts_of
+from flaxfit.data._batch import TARGET_NAMES, Batch, fields_by_part, is_given, parts_of
 from flaxfit.data._fit_arguments import as_arrays
 from flaxfit.data._sample_weights import by_output, is_list_of_weights
 from flaxfit.tree._dtypes import is_array, is_named
@@ -111,7 +111,7 @@ class Roles:
             return None
         is_sequence = isinstance(item, list | tuple) and not is_named(item)
         # The items of an `ArrayStream` are pairs.
-        is_alone = is_sequence and item and not any(map(_is_given, item[1:]))
+        is_alone = is_sequence and item and not any(map(is_given, item[1:]))
         given: Any = item[0] if is_alone else item
         if self._has_names and (is_named(given) or _is_table(given)):
             return given._asdict() if is_named(given) else {n: given[n] for n in given.columns}
@@ -216,10 +216,6 @@ def _are_names(given: object) -> bool:
     return isinstance(given, str) or (
         isinstance(given, list | tuple) and all(isinstance(name, str) for name in given)
     )
-
-
-def _is_given(part: PyTree) -> bool:
-    return not (part is None or (isinstance(part, tuple) and not part))
 
 
 def _as_arrays(part: PyTree) -> PyTree:
