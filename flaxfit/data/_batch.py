@@ -128,7 +128,8 @@ def three_parts(data: Data, owner: str) -> tuple[PyTree, PyTree, PyTree]:
             f"{owner} must be (x, y) or (x, y, weights), got {len(parts)} parts. Put several "
             "inputs into their own tuple: ((x1, x2), y)."
         )
-    return (*parts, None, None)[:3]
+    inputs, targets, weights = (*parts, None, None)[:3]
+    return inputs, targets, weights
 
 
 def is_given(part: PyTree) -> bool:

@@ -125,7 +125,7 @@ def _arrays_of(
 ) -> tuple[PyTree, ...] | None:
     """The inputs, targets and weights of a data set as arrays; None if the data is batches."""
     if y is not None:
-        if not _holds_arrays(data) or _holds_batches(data):
+        if not _holds_arrays(data) or _is_list(data) and any(map(_is_batch, data)):
             return None
         parts = (data, y, weights)
     elif isinstance(data, tuple | Mapping):
@@ -190,8 +190,6 @@ def _holds_arrays(part: PyTree) -> bool:
     return (is_array(part) and not hasattr(part, "__next__")) or is_node(part)
 
 
-def _holds_batches(data: Data) -> bool:
-    """Whether a list contains tuples, such as pairs of inputs and targets."""
-    return _is_list(data) and any(
-        isinstance(part, list | tuple) and not _is_numbers(part) for part in data
-    )
+def _is_batch(part: PyTree) -> bool:
+    """Whether an element of a list is a tuple, such as a pair of inputs and targets."""
+    return isinstance(part, list | tuple) and not _is_numbers(part)
