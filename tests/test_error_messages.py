@@ -348,7 +348,7 @@ def with_nan(array):
         (lambda: fit(X[:0], LABELS[:0]), ValueError, ["no examples", "0 rows"]),
         (lambda: fit([]), ValueError, ["list of batches is empty"]),
         (lambda: fit([None]), TypeError, ["must be made of arrays", "(x, y)", "got None"]),
-        (lambda: fit([(X, LABELS) * 2]), TypeError, ["1 to 3 parts", "got 4"]),
+        (lambda: fit([(X, LABELS) * 2]), TypeError, ["(x, y, weights)", "got 4"]),
         (lambda: fit("mnist"), TypeError, ["Cannot read batches from 'mnist'", "Give arrays"]),
         (lambda: fit(X, LABELS, loss="crossentropi"), ValueError, ["Did you mean crossentropy"]),
         (

@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from flaxfit.data._arrays import ArrayStream
-from flaxfit.data._batch import parts_of
+from flaxfit.data._batch import three_parts
 from flaxfit.data._grain import passes_over, reads_own_shard
 from flaxfit.data._indexed_batches import IndexedBatches, is_indexed, n_batches
 from flaxfit.data._iterables import IterableStream
@@ -22,7 +21,7 @@ from flaxfit.data._libraries import (
 )
 from flaxfit.data._stream import is_shared
 from flaxfit.display._tracebacks import short_errors
-from flaxfit.tree._dtypes import check_dense, is_array, is_node, is_sparse
+from flaxfit.tree._dtypes import check_dense, is_array, is_node
 from flaxfit.tree._types import Data, Json, PyTree
 
 _ACCEPTED = (
@@ -133,7 +132,7 @@ def _is_data_set(data: Data) -> bool:
 
 def _array_stream(data: Data, epochs: int | None, options: dict[str, Any]) -> ArrayStream:
     options = {**options, "batch_size": regular_size(options["batch_size"])}
-    return ArrayStream(*_parts(data), epochs=epochs, **options)
+    return ArrayStream(*three_parts(data, "data"), epochs=epochs, **options)
 
 
 def _check_unused(data: Data, options: dict[str, Any]) -> None:
@@ -149,24 +148,6 @@ def _check_unused(data: Data, options: dict[str, Any]) -> None:
         )
 
 
-def _parts(data: Data) -> tuple[PyTree, ...]:
-    """The inputs, targets and weights of a data set."""
-    parts = parts_of(data)
-    if not 1 <= len(parts) <= 3:
-        raise TypeError(
-            f"A data set is x, (x, y) or (x, y, weights); got {len(parts)} parts. "
-            "Put several inputs into their own tuple: ((x1, x2), y)."
-        )
-    for leaf in jax.tree.leaves(parts, is_leaf=is_sparse):
-        check_dense(leaf)
-        if not is_array(leaf):
-            raise TypeError(
-                f"A tuple or mapping is a data set and must hold arrays, got "
-                f"{type(leaf).__name__}: {leaf!r:.60}. {_ACCEPTED}"
-            )
-    return parts
-
-
 def _opener(data: Data, options: dict[str, Any]) -> OpenPass:
     """A function from the epoch to an iterator over the batches of one pass."""
     if isinstance(data, str | bytes | type):
@@ -178,11 +159,10 @@ def _opener(data: Data, options: dict[str, Any]) -> OpenPass:
     if open_pass is None and is_indexed(data):
         _check_unused(data, {**options, "shuffle": False})
         return IndexedBatches(data, shuffle=options["shuffle"], seed=options["seed"])
-    open_pass = open_pass or _pass_over(data)
-    if open_pass is not None:
+    if open_pass is not None or hasattr(data, "__iter__"):
         if not is_hugging_face(data):
             _check_unused(data, options)
-        return open_pass
+        return open_pass or (lambda epoch: iter(data))
     if callable(data):
         return lambda epoch: _called(data(), epoch, options)
     raise TypeError(f"Cannot read batches from {type(data).__name__}: {data!r:.60}. {_ACCEPTED}")
@@ -193,12 +173,6 @@ def _settings(data: Data, options: dict[str, Any]) -> dict[str, Json]:
     if options["shuffle"] and is_indexed(data):
         return {"shuffle": True, "seed": options["seed"]}
     return describe(data, **options)
-
-
-def _pass_over(data: Data) -> OpenPass | None:
-    if hasattr(data, "__iter__"):
-        return lambda epoch: iter(data)
-    return None
 
 
 def _called(data: Data, epoch: int, options: dict[str, Any]) -> Iterator[PyTree]:

@@ -74,10 +74,7 @@ def normalize(item: PyTree, *, is_whole: bool = False) -> Batch:
         return checked_batch(item)
     if item is None:
         raise TypeError(f"A batch must be made of arrays, {_FORMS}; got None.")
-    parts = parts_of(item)
-    if not 1 <= len(parts) <= 3:
-        raise TypeError(f"A batch has 1 to 3 parts, {_FORMS}; got {len(parts)} parts.")
-    inputs, targets, weights = (*parts, None, None)[:3]
+    inputs, targets, weights = three_parts(item, "a batch")
     targets, weights = without_masked(targets, weights)
     targets = () if targets is None else _part(targets)
     if isinstance(weights, Mapping) and not weights:
@@ -121,6 +118,23 @@ def parts_of(data: Data) -> tuple[PyTree, ...]:
         roles = next((r for r in _ROLES if r[0] in data and data.keys() <= set(r)), None)
         return tuple(map(data.get, roles)) if roles else (data,)
     return tuple(data) if isinstance(data, list | tuple) else (data,)
+
+
+def three_parts(data: Data, owner: str) -> tuple[PyTree, PyTree, PyTree]:
+    """The inputs, targets and weights of a batch or of a data set; None for those not given."""
+    parts = parts_of(data)
+    if not 1 <= len(parts) <= 3:
+        raise TypeError(
+            f"{owner} must be (x, y) or (x, y, weights), got {len(parts)} parts. Put several "
+            "inputs into their own tuple: ((x1, x2), y)."
+        )
+    inputs, targets, weights = (*parts, None, None)[:3]
+    return inputs, targets, weights
+
+
+def is_given(part: PyTree) -> bool:
+    """Whether a part of the data is anything but None or an empty tuple."""
+    return not (part is None or (isinstance(part, tuple) and not part))
 
 
 def fields_by_part(fields: tuple[str, ...]) -> list[str | None] | None:

@@ -5,18 +5,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
-import jax
 import numpy as np
 
 from flaxfit.data._adapters import as_stream
 from flaxfit.data._arrays import ArrayStream
-from flaxfit.data._batch import parts_of
+from flaxfit.data._batch import three_parts
 from flaxfit.data._indexed_batches import is_indexed, n_batches
 from flaxfit.data._libraries import is_hugging_face
 from flaxfit.data._sample_weights import check_weights
 from flaxfit.display import say
 from flaxfit.tree._dtypes import is_array
-from flaxfit.tree._types import Array, ArrayLike, Data, PyTree
+from flaxfit.tree._types import ArrayLike, Data, PyTree
 from flaxfit.tree._weights import product, which_count
 
 BALANCED = "balanced"
@@ -153,11 +152,15 @@ class ClassWeightedStream:
     def _weighted(self, item: PyTree) -> PyTree:
         inputs, targets, weights = _three_parts(self._form(item))
         by_class = _looked_up(self._read(targets), self._class_weight)
-        return inputs, targets, by_class if weights is None else product(_array(weights), by_class)
+        return (
+            inputs,
+            targets,
+            by_class if weights is None else product(np.asarray(weights), by_class),
+        )
 
 
 def _three_parts(item: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    inputs, targets, weights = (*parts_of(item), None, None)[:3]
+    inputs, targets, weights = three_parts(item, "a batch")
     if isinstance(weights, Mapping):
         raise ValueError(WEIGHTS_BY_OUTPUT)
     return inputs, targets, weights
@@ -183,30 +186,37 @@ class _LabelReader:
 
     def __call__(self, y: PyTree) -> np.ndarray:
         """Labels as integers or floats."""
-        labels = _one_array(y)
-        if labels.ndim < 2:
-            return _whole_numbers(labels)
-        if labels.shape[-1] == 1:
-            return _whole_numbers(labels[..., 0])
-        if self._are_rows is None:
-            self._are_rows = self._first_are_rows(labels)
-        if not self._are_rows:
-            return _whole_numbers(labels)
-        if not _is_one_hot(labels):
+        while isinstance(y, list | tuple) and len(y) == 1:
+            (y,) = y
+        if not is_array(y):
+            raise ValueError("class_weight needs a single array of labels as targets y.")
+        labels = np.asarray(y)
+        if labels.ndim > 1 and labels.shape[-1] == 1:
+            labels = labels[..., 0]
+        elif labels.ndim > 1 and self._are_rows is not False:
+            are_rows = bool((labels >= 0).all() and np.allclose(labels.sum(-1), 1, atol=0.02))
+            self._check_rows(labels, are_rows)
+            self._are_rows = are_rows
+            if are_rows:
+                return labels.argmax(-1)
+        if labels.dtype.kind == "f" and not np.array_equal(labels, np.round(labels)):
+            raise ValueError(
+                "class_weight needs labels as targets y, got numbers that are not whole."
+            )
+        return labels
+
+    def _check_rows(self, labels: np.ndarray, are_rows: bool) -> None:
+        if self._are_rows and not are_rows:
             raise ValueError(
                 "class_weight read the targets y of earlier batches as one-hot rows, but those of "
                 f"this batch are not. {_ADVICE}"
             )
-        return labels.argmax(-1)
-
-    def _first_are_rows(self, labels: np.ndarray) -> bool:
-        are_rows = _is_one_hot(labels)
-        if are_rows and self._of_batches and labels.dtype.kind in "biu":
+        is_first = self._of_batches and self._are_rows is None
+        if is_first and are_rows and labels.dtype.kind in "biu":
             raise ValueError(
                 "class_weight cannot tell whether the integers in the targets y of this batch, of "
                 f"shape {labels.shape}, are one-hot rows or the labels of tokens. {_ADVICE}"
             )
-        return are_rows
 
 
 _ADVICE = "Pass one-hot rows as floats, or weights of tokens instead of class_weight."
@@ -227,31 +237,12 @@ def _checked(class_weight: Any, alternative: str = "") -> Mapping[int, float]:
     return class_weight
 
 
-def _one_array(y: PyTree) -> np.ndarray:
-    while isinstance(y, list | tuple) and len(y) == 1:
-        (y,) = y
-    if not is_array(y):
-        raise ValueError("class_weight needs a single array of labels as targets y.")
-    return np.asarray(y)
-
-
-def _whole_numbers(labels: np.ndarray) -> np.ndarray:
-    if labels.dtype.kind == "f" and not np.array_equal(labels, np.round(labels)):
-        raise ValueError("class_weight needs labels as targets y, got numbers that are not whole.")
-    return labels
-
-
-def _is_one_hot(labels: np.ndarray) -> bool:
-    """Whether each row along the last axis is one-hot, or soft labels that add up to 1."""
-    return bool((labels >= 0).all() and np.allclose(labels.sum(-1), 1, atol=0.02))
-
-
 def _balanced(parts: Iterable[tuple[np.ndarray, ArrayLike | None]]) -> dict[Any, float]:
     """Weights by label, from the labels and weights of parts of the data."""
     counts = Counter()
     for labels, weights in parts:
         if weights is not None:
-            counted = which_count(_array(weights), labels.shape)
+            counted = which_count(np.asarray(weights), labels.shape)
             labels = labels[np.broadcast_to(counted, labels.shape)]
         there_are, n = np.unique(labels, return_counts=True)
         counts.update(dict(zip(there_are.tolist(), n.tolist(), strict=True)))
@@ -267,7 +258,3 @@ def _looked_up(labels: np.ndarray, class_weight: Mapping[int, float]) -> np.ndar
     weights = np.array([class_weight[name] for name in names.tolist()], np.float32)
     places = np.minimum(np.searchsorted(names, labels), len(names) - 1)
     return np.where(names[places] == labels, weights[places], np.float32(1))
-
-
-def _array(weights: ArrayLike) -> Array:
-    return weights if isinstance(weights, jax.Array) else np.asarray(weights)

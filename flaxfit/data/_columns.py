@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from flaxfit.data._mapped import MappedArray, MappedRows, mapping_of
-from flaxfit.tree._dtypes import is_array, narrow, narrow_dtype, to_numpy
+from flaxfit.tree._dtypes import check_dense, is_array, is_sparse, narrow, narrow_dtype, to_numpy
 from flaxfit.tree._types import ArrayLike, PyTree
 
 Rows = slice | np.ndarray
@@ -44,12 +44,14 @@ def _picker(array: np.ndarray) -> Callable[[Rows], np.ndarray]:
 def common_length(parts: Sequence[PyTree], names: Sequence[str] = ("x", "y", "w")) -> int:
     """Checks that the parts of a data set are arrays of as many rows, and returns their number."""
     n, first = None, ""
-    for path, leaf in jax.tree.leaves_with_path(parts):
+    for path, leaf in jax.tree.leaves_with_path(parts, is_leaf=is_sparse):
         name = names[int(path[0].idx)] + jax.tree_util.keystr(path[1:])
+        check_dense(leaf)
         if not is_array(leaf):
             raise TypeError(
                 f"{name} must be an array, got {type(leaf).__name__}: {leaf!r:.60}. "
-                "Convert lists with np.asarray; put several arrays into a tuple or a mapping."
+                "Convert lists with np.asarray; put several arrays into a tuple or a mapping, and "
+                "batches into a list."
             )
         shape = np.shape(leaf)
         if not shape:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from flaxfit.data._batch import parts_of
+from flaxfit.data._batch import is_given, three_parts
 from flaxfit.data._class_weights import WEIGHTS_BY_OUTPUT, weights_by_class
 from flaxfit.data._columns import common_length
 from flaxfit.data._mapped import rows_at
@@ -45,13 +45,9 @@ def prepare(
     held_out = _arrays_of(validation_data, owner="validation_data", outputs=outputs)
     validation_data = validation_data if held_out is None else held_out
     if arrays is None:
-        given = {
-            "y": y,
-            "sample_weight": sample_weight,
-            "validation_split": validation_split or None,
-        }
+        given = {"y": y, "sample_weight": sample_weight}
         wrong = [name for name, value in given.items() if value is not None]
-        if wrong:
+        if wrong := wrong + ["validation_split"] * bool(validation_split):
             raise ValueError(
                 f"{', '.join(wrong)} can be used with arrays only, but x is a "
                 f"{type(x).__name__}: yield batches (inputs, targets, weights) and pass "
@@ -129,23 +125,18 @@ def _arrays_of(
 ) -> tuple[PyTree, ...] | None:
     """The inputs, targets and weights of a data set as arrays; None if the data is batches."""
     if y is not None:
-        if not _holds_arrays(data) or _holds_batches(data):
+        if not _holds_arrays(data) or _is_list(data) and any(map(_is_batch, data)):
             return None
         parts = (data, y, weights)
     elif isinstance(data, tuple | Mapping):
-        parts = parts_of(data)
-        if not 1 <= len(parts) <= 3:
-            raise ValueError(
-                f"{owner} must be (x, y) or (x, y, weights), got {len(parts)} parts. Put several "
-                "inputs into their own tuple: ((x1, x2), y)."
-            )
-        for part in parts:
-            if not _is_none(part) and not _holds_arrays(part):
+        parts = three_parts(data, owner)
+        for part in filter(is_given, parts):
+            if not _holds_arrays(part):
+                wrong = next((x for x in jax.tree.leaves(part) if not is_array(x)), part)
                 raise TypeError(
-                    f"{owner} is a data set and must hold arrays, got {_first_of(part)}. Pass "
-                    "batches in a list or a loader."
+                    f"{owner} is a data set and must hold arrays, got {type(wrong).__name__}: "
+                    f"{wrong!r:.60}. Pass batches in a list or a loader."
                 )
-        parts = (*parts, None, None)[:3]
         if weights is not None and parts[2] is not None:
             raise ValueError("Give weights either in the data set or as sample_weight, not both.")
         parts = (*parts[:2], parts[2] if weights is None else weights)
@@ -154,10 +145,10 @@ def _arrays_of(
     else:
         return None
     *parts, weights = parts
-    if not (_is_none(weights) or _is_numbers(weights)):
+    if is_given(weights) and not _is_numbers(weights):
         weights = by_output(weights, outputs)
     parts[1], weights = without_masked(parts[1], weights)
-    x, y, w = (None if _is_none(part) else as_arrays(part) for part in (*parts, weights))
+    x, y, w = (as_arrays(part) if is_given(part) else None for part in (*parts, weights))
     name = "sample_weight" if owner == "x" else f"the weights of {owner}"
     if w is not None:
         check_weights_shape(w, name)
@@ -199,18 +190,6 @@ def _holds_arrays(part: PyTree) -> bool:
     return (is_array(part) and not hasattr(part, "__next__")) or is_node(part)
 
 
-def _holds_batches(data: Data) -> bool:
-    """Whether a list contains tuples, such as pairs of inputs and targets."""
-    return _is_list(data) and any(
-        isinstance(part, list | tuple) and not _is_numbers(part) for part in data
-    )
-
-
-def _is_none(part: PyTree) -> bool:
-    return part is None or (isinstance(part, tuple) and not part)
-
-
-def _first_of(part: PyTree) -> str:
-    """The type and value of the first leaf that is not an array."""
-    wrong = next((leaf for leaf in jax.tree.leaves(part) if not is_array(leaf)), part)
-    return f"{type(wrong).__name__}: {wrong!r:.60}"
+def _is_batch(part: PyTree) -> bool:
+    """Whether an element of a list is a tuple, such as a pair of inputs and targets."""
+    return isinstance(part, list | tuple) and not _is_numbers(part)

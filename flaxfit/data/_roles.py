@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxfit.data._batch import TARGET_NAMES, Batch, fields_by_part, parts_of
+from flaxfit.data._batch import TARGET_NAMES, Batch, fields_by_part, is_given, parts_of
 from flaxfit.data._fit_arguments import as_arrays
 from flaxfit.data._sample_weights import by_output, is_list_of_weights
 from flaxfit.tree._dtypes import is_array, is_named
@@ -72,9 +72,9 @@ class Roles:
         return found
 
     def _split(self, item: PyTree, *, has_targets: bool = True) -> PyTree:
-        if _is_plain(item):
-            return item
-        columns = self._columns_of(item)
+        # Most items begin with an array: a search for columns would be slower.
+        first = item[0] if type(item) is tuple and item else item
+        columns = None if type(first) is np.ndarray else self._columns_of(item)
         if columns is None:
             return item
         roles = self if self._has_names else self._by_usual_names(columns)
@@ -88,18 +88,17 @@ class Roles:
         """Returns an item with the inputs alone, whose other columns may be missing."""
         return self._split(item, has_targets=False)
 
-    def of_data_set(self, data: Data) -> Data:
-        """Returns columns of arrays as `(inputs, targets, weights)`; other data is unchanged."""
-        if isinstance(data, list) or self._columns_of(data) is None:
-            return data
-        inputs, targets, weights = self(data)
-        return _as_arrays(inputs), _as_arrays(targets), _as_arrays(weights)
+    def of_data_set(self, data: Data, *, has_targets: bool = True) -> Data:
+        """Returns columns of arrays as `(inputs, targets, weights)`; other data is unchanged.
 
-    def inputs_of_data_set(self, data: Data) -> Data:
-        """Returns the inputs among columns of arrays; other data is unchanged."""
-        if isinstance(data, list | tuple) or self._columns_of(data) is None:
+        Without targets, as for `predict`, it returns the inputs alone.
+        """
+        batches = list if has_targets else (list, tuple)
+        if isinstance(data, batches) or self._columns_of(data) is None:
             return data
-        return _as_arrays(self.inputs_of(data)[0])
+        parts = self(data) if has_targets else self.inputs_of(data)
+        inputs, targets, weights = map(_as_arrays, parts)
+        return (inputs, targets, weights) if has_targets else inputs
 
     @property
     def _has_names(self) -> bool:
@@ -111,10 +110,12 @@ class Roles:
             return None
         is_sequence = isinstance(item, list | tuple) and not is_named(item)
         # The items of an `ArrayStream` are pairs.
-        is_alone = is_sequence and item and not any(map(_is_given, item[1:]))
+        is_alone = is_sequence and item and not any(map(is_given, item[1:]))
         given: Any = item[0] if is_alone else item
-        if self._has_names and (is_named(given) or _is_table(given)):
-            return given._asdict() if is_named(given) else {n: given[n] for n in given.columns}
+        if self._has_names and is_named(given):
+            return given._asdict()
+        if self._has_names and is_array(given) and hasattr(given, "columns"):  # Of pandas, polars.
+            return {name: given[name] for name in given.columns}
         if not isinstance(given, Mapping) or self._has_names:
             return given if isinstance(given, Mapping) else None
         is_split = len(parts_of(given)) > 1
@@ -173,17 +174,6 @@ NO_ROLES = Roles()
 """Returns every item unchanged."""
 
 
-def _is_table(item: PyTree) -> bool:
-    """Whether an item is a table of pandas or polars, which has columns by name."""
-    return is_array(item) and hasattr(item, "columns")
-
-
-def _is_plain(item: PyTree) -> bool:
-    """Whether an item begins with an array, as most do: searching for columns is slower."""
-    first = item[0] if type(item) is tuple and item else item
-    return type(first) is np.ndarray
-
-
 def _taken(role: str, names: Names, columns: Mapping[str, PyTree]) -> Any:
     """The columns of a role, in order or, of inputs, by name."""
     if isinstance(names, Mapping):
@@ -216,10 +206,6 @@ def _are_names(given: object) -> bool:
     return isinstance(given, str) or (
         isinstance(given, list | tuple) and all(isinstance(name, str) for name in given)
     )
-
-
-def _is_given(part: PyTree) -> bool:
-    return not (part is None or (isinstance(part, tuple) and not part))
 
 
 def _as_arrays(part: PyTree) -> PyTree:

@@ -151,7 +151,7 @@ class Evaluation(Persistence):
           x, batch_size: as in `predict`, best the training data: arrays are shuffled.
         """
         self._follow_module()
-        inputs = prepare_inputs(self._trainer.task.roles.inputs_of_data_set(x))
+        inputs = prepare_inputs(self._trainer.task.roles.of_data_set(x, has_targets=False))
         options = {"shuffle": None, "epochs": 1, "steps_per_epoch": None, "n_before": 0}
         seed, task = self._trainer.starting_point.seed, self._trainer.task
         stream = training_stream(inputs, batch_size=batch_size, seed=seed, **options)
@@ -267,13 +267,13 @@ class Evaluation(Persistence):
         >>> model.predict_on_batch(x).shape
         (64, 1)
         """
-        inputs = prepare_inputs(self._trainer.task.roles.inputs_of_data_set(x))
+        inputs = prepare_inputs(self._trainer.task.roles.of_data_set(x, has_targets=False))
         return self.predict(x, _n_examples(inputs, "predict_on_batch"), 0)
 
     def _to_predict(self, x: Data, batch_size: int | None, **options: bool) -> tuple[Data, PyTree]:
         """The data of `predict`, and the state to predict with."""
         self._follow_module()
-        x = self._trainer.task.roles.inputs_of_data_set(x)
+        x = self._trainer.task.roles.of_data_set(x, has_targets=False)
         inputs = prepare_inputs(x)
         if isinstance(inputs, tuple):
             _check_is_batch(inputs[0], self._trainer.input_shapes)

@@ -47,7 +47,7 @@ class Examination(Evaluation):
             )
         if x is not None:
             roles = self._trainer.task.roles
-            first = next(as_stream(prepare_inputs(roles.inputs_of_data_set(x))))
+            first = next(as_stream(prepare_inputs(roles.of_data_set(x, has_targets=False))))
             inputs = shapes_of(normalize(roles.inputs_of(first)).inputs)
         elif inputs is None:
             raise ValueError("summary() needs inputs before the first fit: model.summary(x).")

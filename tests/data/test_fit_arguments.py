@@ -396,7 +396,7 @@ def test_wrong_sample_weights_are_refused_in_words(weights, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (((X, Y, W, W),), ValueError, r"x must be \(x, y\) or \(x, y, weights\), got 4 parts"),
+        (((X, Y, W, W),), TypeError, r"x must be \(x, y\) or \(x, y, weights\), got 4 parts"),
         (((X, "labels"),), TypeError, "must hold arrays, got str: 'labels'"),
         (((X, Y[:5]),), ValueError, "x has 20 rows but y has 5"),
         ((X, [Y, Y[:5]]), ValueError, r"x has 20 rows but y\[1\] has 5"),
@@ -416,7 +416,7 @@ def test_parts_of_the_validation_data_are_named():
         prepare(X, Y, validation_data=(X, Y[:5]))
     with pytest.raises(ValueError, match="weights of validation_data must be finite"):
         prepare(X, Y, validation_data=(X, Y, -W))
-    with pytest.raises(ValueError, match="validation_data must be .* got 4 parts"):
+    with pytest.raises(TypeError, match="validation_data must be .* got 4 parts"):
         prepare(X, Y, validation_data=(X, Y, W, W))
 
 

@@ -116,7 +116,7 @@ def test_a_data_set_has_lists_of_numbers_made_arrays():
     data = {"image": X, "label": [0, 1, 2, 3], "id": list("abcd")}
     batch = normalize(Roles("image", "label").of_data_set(data))
     np.testing.assert_array_equal(batch.targets[0], Y)
-    assert Roles("image", "label").inputs_of_data_set(data) is X
+    assert Roles("image", "label").of_data_set(data, has_targets=False) is X
     batches = [data]
     assert Roles("image").of_data_set(batches) is batches
 
