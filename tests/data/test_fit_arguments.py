@@ -226,6 +226,8 @@ def test_sparse_and_ragged_arrays_are_refused_in_words():
         with pytest.raises(TypeError, match=call):
             ff.data.as_stream(x)
         with pytest.raises(TypeError, match=call):
+            ff.ArrayStream({"x": x}, Y)
+        with pytest.raises(TypeError, match=call):
             model.predict(x)
 
 
