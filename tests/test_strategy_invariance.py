@@ -375,7 +375,10 @@ KINDS = {
     ),
     "own step": Rows(
         options={"step": descend},
-        refused={"accumulate": "accumulate would have no effect: the task has a custom step"},
+        refused={
+            "accumulate": "accumulate would have no effect: the task has a custom step",
+            "devices": "The task has a custom step, which needs whole batches",
+        },
     ),
     "dropout": Kind(CE, weights="w", module=Noisy(), optimizer=probe(RATE), by_replica=True),
     "BatchNorm": Kind(CE, module=Noisy(norm=True), by_replica=True),
@@ -447,7 +450,7 @@ def run_by_hand(name, size):
     for d in itertools.islice(itertools.cycle(batches), N_STEPS):
         state, found = step(*state, d)
         steps.append(found)
-    totals = sum(np.array(jax.jit(sums_of)(state[0], d), np.float64) for d in batches)
+    totals = np.sum([np.array(jax.jit(sums_of)(state[0], d), np.float64) for d in batches], 0)
     return *zip(*steps, strict=True), sum(totals[:, 0] / totals[:, 1]), state
 
 
