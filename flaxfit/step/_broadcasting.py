@@ -36,7 +36,11 @@ def check_by_row(
     """
     if not jax.tree.leaves(targets) or not _takes_any_number(function, outputs, targets):
         return
-    if _combines_rows(function, outputs, targets):
+    try:
+        combines_rows = _combines_rows(function, outputs, targets)
+    except Exception:  # It reads what the model has left, and cannot be called by itself.
+        return
+    if combines_rows:
         shapes = [[leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (outputs, targets)]
         raise ValueError(
             f"{owner} broadcasts outputs against targets: it compares each output with every "

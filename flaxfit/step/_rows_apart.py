@@ -33,6 +33,7 @@ _NAMES = (
     "sqrt square stop_gradient sub tan tanh xor"
 )
 _ELEMENTWISE = frozenset(_NAMES.split())
+_COMPARISONS = {"clamp", "eq", "ge", "gt", "le", "lt", "max", "min", "ne"}
 _REDUCTIONS = {f"reduce_{kind}" for kind in ("and", "max", "min", "or", "prod", "sum", "xor")}
 _REDUCTIONS |= {"argmax", "argmin"}
 # Primitives that combine elements along an axis, and the parameter that names it.
@@ -80,12 +81,13 @@ def kinds_of_results(
     known: dict[Any, Known] = dict(zip(a.invars, given, strict=True))
     known |= dict(zip(a.constvars, (FREE if _same(*c) else None for c in constants), strict=False))
 
-    def of(x: Any, y: Any) -> Known:
+    def of(x: Any, y: Any, name: str = "") -> Known:
         if isinstance(x, Literal) or isinstance(y, Literal):
             if isinstance(x, Literal) and isinstance(y, Literal) and _same(x.val, y.val):
                 return FREE
-            if isinstance(x, Literal) and np.issubdtype(np.result_type(x.val), np.integer):
-                raise OtherProgram  # Such as a capacity; others are such as the factor of a mean.
+            is_whole = isinstance(x, Literal) and np.issubdtype(np.result_type(x.val), np.integer)
+            if is_whole or name in _COMPARISONS:  # Such as a capacity; others are such as 1 / n.
+                raise OtherProgram
             return None
         if twins[x] is not y:
             raise OtherProgram
@@ -95,7 +97,8 @@ def kinds_of_results(
         if x.primitive is not y.primitive or len(x.invars) != len(y.invars):
             raise OtherProgram
         twins.update(zip(x.outvars, y.outvars, strict=True))
-        operands = [of(*pair) for pair in zip(x.invars, y.invars, strict=True)]
+        name = x.primitive.name
+        operands = [of(*pair, name) for pair in zip(x.invars, y.invars, strict=True)]
         found = [None] * len(x.outvars)
         if None not in operands:
             found = _results(_Pair(x, y, operands, n, factor))

@@ -21,7 +21,7 @@ _NOISE = 1e-6
 """Of the typical element, or of 1: elements near zero are rounding errors."""
 _ALIKE = 0.3
 """Between the magnitudes of random results: half of the examples have half of a sum."""
-_N_SEEDS = 12
+_N_SEEDS = 32
 
 
 class Pass(NamedTuple):
@@ -288,7 +288,7 @@ def _differ_on_average(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool
     differences = np.stack(a).astype(np.float64) - np.stack(b)
     mean = np.abs(differences.mean(0))
     error = differences.std(0, ddof=1) / len(a) ** 0.5
-    return bool(((mean > 10 * error) & (mean > 0.05 * np.abs(a).max(initial=0))).any())
+    return bool(((mean > 6 * error) & (mean > 0.05 * np.abs(a).max(initial=0))).any())
 
 
 def _size(arrays: list[np.ndarray]) -> float:

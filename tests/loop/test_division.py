@@ -243,6 +243,25 @@ def test_a_penalty_that_is_a_sum_is_refused(strategy, accumulate):
         model.fit(X, Y, 20, verbose=0)
 
 
+class Balanced(nn.Module):
+    """The penalty of a mixture of experts: a product of means, of random numbers."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        h = nn.Dropout(0.2, deterministic=not train)(nn.Dense(8)(x))
+        p = jax.nn.softmax(nn.Dense(4)(h))
+        f = jax.nn.one_hot(p.argmax(-1), 4)
+        self.sow("losses", "balance", 4 * (f.mean(0) * p.mean(0)).sum())
+        return nn.Dense(2)(h)
+
+
+@pytest.mark.slow
+def test_a_random_penalty_is_compared_on_average():
+    model = ff.Model(Balanced(), optax.sgd(0.1), "mse", strategy=FOUR["shard_map"]())
+    with pytest.raises(ValueError, match="the penalty that the model adds"):
+        model.fit(X, Y, 20, verbose=0)
+
+
 class Normalized(nnx.Module):
     """BatchNorm, and perhaps the mean of the batch besides."""
 
