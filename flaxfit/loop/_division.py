@@ -28,7 +28,7 @@ from flaxfit.step._passes import (
     prove,
     reduces_over,
 )
-from flaxfit.step._trial import Difference, try_halves, try_parts, try_rows
+from flaxfit.step._trial import Difference, try_halves, try_parts, try_rows, varies
 from flaxfit.strategies import Strategy
 from flaxfit.task._multi_output import LossByOutput
 from flaxfit.task._task import EvalTask, TrainTask
@@ -76,7 +76,9 @@ def examine(
     may_gather = not (is_apart or isinstance(task.loss, LossByOutput))
     with_losses = is_replaced or task.across is None and (task.pad or not may_gather)
     run, is_noisy = pass_of(task, with_losses=with_losses), has_statistics(task, state)
-    still = pass_of(task, with_losses=with_losses, evaluates=True)
+    still = None
+    if isinstance(task, TrainTask):
+        still = pass_of(task, with_losses=with_losses, evaluates=True)
     division = Division(strategy, run, n_parts, is_noisy, _values_of(task), still)
     is_asked = division.text or is_replaced or may_pad and not why_not
     # Such a hook is given examples one by one, and nothing else is allowed there.
@@ -89,7 +91,7 @@ def examine(
     mixed, changed = division.find(state, batch, states)
     if task.objective is None and (mixed == MODEL or division.is_noisy):
         # Losses and metrics of outputs that depend on other rows may combine rows themselves.
-        own = division._replace(run=comparison_of(task, with_losses=with_losses))
+        own = division._replace(run=comparison_of(task, with_losses=with_losses), still=None)
         load = functools.partial(division.with_outputs, task, state, batch, states)
         shapes = batch._replace(inputs=result.outputs)
         compared, changed_by_loss = own.find(state, shapes, states, load)
@@ -293,7 +295,8 @@ class Division(NamedTuple):
         is_unseen = proof.draws and not self.is_noisy
         if is_unseen and self.still is not None and not (is_joint or mixed):
             still = made(self.strategy.bind(self.still))
-            mixed = try_halves(still, state, batch, compute=self.compute).rows
+            if not varies(still, state, batch):
+                mixed = try_halves(still, state, batch, compute=self.compute).rows
         if mixed and not is_joint:
             changed = Difference(rows=mixed)
         # A loss of the library looks for the axis, and finds none where none is mapped. Rows that

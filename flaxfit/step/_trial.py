@@ -78,6 +78,13 @@ def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -
     return ""
 
 
+def varies(run: Run, state: PyTree, batch: Batch) -> bool:
+    """Whether the results of a pass are others for another seed."""
+    batch = _some_rows(run, state, batch)
+    one, other = (_arrays(_read(run(state, batch, seed))) for seed in (0, 1))
+    return any(_differ(a, b, _SAME) for a, b in zip(one, other, strict=True))
+
+
 def try_parts(run: Run, state: PyTree, batch: Batch, n: int) -> str:
     """Returns the owner of rows that differ where `n` examples at either end are alone, or "".
 
