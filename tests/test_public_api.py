@@ -446,16 +446,17 @@ def test_importing_brings_in_no_heavy_package(fresh):
 
 
 @pytest.mark.slow
-def test_importing_costs_at_most_a_tenth_of_a_second_over_the_dependencies(fresh):
+def test_importing_costs_at_most_an_eighth_of_the_dependencies(fresh):
     script = (
         "import gc, json, time\n"
+        "start = time.process_time()\n"
         "import flax.linen, jax, numpy, optax, redex.combinator, redex.util, tqdm\n"
         "gc.collect(), gc.freeze()\n"  # a collection of JAX's objects is none of flaxfit's time
         "before = time.process_time()\nimport flaxfit\n"
-        "print(json.dumps(time.process_time() - before))"
+        "print(json.dumps((time.process_time() - before) / (before - start)))"
     )
-    # The first run may have to compile the files.
-    assert any(fresh(script) <= 0.1 for _ in range(3))
+    # The first run may have to compile the files. A ratio, as the speed of machines differs.
+    assert any(fresh(script) <= 0.125 for _ in range(4))
 
 
 @pytest.mark.parametrize(
