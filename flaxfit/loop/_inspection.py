@@ -7,13 +7,16 @@ import jax
 
 from flaxfit.data._batch import Batch
 from flaxfit.loop._division import examine
+from flaxfit.loop._padding import Portion
 from flaxfit.state._train_state import TrainState
+from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._scan import make_step
 from flaxfit.step._train_step import more_sums
-from flaxfit.step._validate import Traced, inspect, inspect_step
+from flaxfit.step._validate import Traced, inspect, inspect_step, trace
 from flaxfit.strategies import Strategy
 from flaxfit.task._one_for_all import for_all_outputs
 from flaxfit.task._task import TrainTask
+from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import Sums
 
 
@@ -37,6 +40,7 @@ class Inspection:
         is_on_cpu = strategy.devices[0].platform == "cpu"
         is_flat = strategy.virtual_replicas is None and task.accumulate == 1
         self._may_be_slow = is_on_cpu and is_flat and not strategy.runs_eagerly
+        self._is_slow: dict[Hashable, bool] = {}
         self.is_slow_in_loops = False
         """Whether several steps in one program would be much slower than one by one."""
         self.work = math.inf
@@ -46,7 +50,7 @@ class Inspection:
 
     def forget(self) -> None:
         """Forgets what was traced."""
-        self._traced, self._divided = {}, {}
+        self._traced, self._divided, self._is_slow = {}, {}, {}
 
     def __call__(
         self,
@@ -86,6 +90,18 @@ class Inspection:
             self.work = 3 * traced.n_operations + 20 * n_params * self._n_devices
         self.is_slow_in_loops = self._may_be_slow and traced.has_convolutions
         return sums, why_not
+
+    def inspect_loops(self, task: TrainTask, state: TrainState, portion: Portion) -> None:
+        """Finds out whether steps of the user's own on such a batch are slow in a loop."""
+        if not self._may_be_slow:
+            return
+        found = self._is_slow.get(portion.signature)
+        if found is None:
+            step, batch = self._bind(make_step(task)), portion.batch
+            with calls_explained(batch.inputs, batch.targets):
+                traced = trace(step, shapes_of(state), shapes_of(batch))
+            found = self._is_slow[portion.signature] = traced.has_convolutions
+        self.is_slow_in_loops = found
 
     def say_slow(self) -> None:
         """Says once that several steps are not taken in one program."""

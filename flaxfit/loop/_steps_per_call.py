@@ -51,15 +51,21 @@ class StepsPerCall:
 
 
 def next_is_slow(stepper: Any) -> bool:
-    """Whether steps like the first one run slowly in a loop."""
-    cursor, loader = stepper.cursor, stepper.loader
-    if not loader.has_inspected:
+    """Whether steps like the next one run slowly in a loop; depends on the next batch alone.
+
+    A resumed run therefore takes the same steps together.
+    """
+    cursor, loader, inspection = stepper.cursor, stepper.loader, stepper.inspection
+    is_mixed = stepper.task.step is not None and not cursor.gathers
+    if is_mixed or not loader.has_inspected:
         items = cursor.peek()
         if cursor is not stepper.cursor:  # Reading it has set other data.
             return next_is_slow(stepper)
         if items:
-            loader.portion(items[0], stepper.inspect)
-    return stepper.inspection.is_slow_in_loops
+            portion = loader.portion(items[0], stepper.inspect)
+            if is_mixed:
+                inspection.inspect_loops(stepper.task, stepper.state, portion)
+    return inspection.is_slow_in_loops
 
 
 @functools.lru_cache

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax import lax
 from marks import thorough
 from sklearn.datasets import load_digits
 
@@ -197,3 +198,43 @@ def test_own_steps_with_convolutions_are_taken_one_by_one_too(features, longest)
     loop.watchers.append(dispatched.append)
     list(loop)
     assert max(np.diff(dispatched)) == longest
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
+def test_of_several_tasks_those_with_convolutions_are_stepped_one_by_one():
+    optimizer, images = optax.sgd(0.1), np.ones((8, 4, 4, 1), np.float32)
+    targets = np.ones((8, 1), np.float32)
+
+    def of_dense(variables, x, **_):
+        return x.mean((1, 2)) * variables["params"]["scale"], {}
+
+    def of_convolutions(variables, x, **_):
+        kernel = variables["params"]["scale"] * jnp.ones((1, 1, 2, 2))
+        return lax.conv(x, kernel, (1, 1), "SAME").mean((2, 3)), {}
+
+    task = ff.MultiTask(
+        {
+            name: ff.TrainTask(apply, optimizer, "mse", ff.ArrayStream(x, targets, batch_size=4))
+            for name, apply, x in (
+                ("dense", of_dense, images),
+                ("convolving", of_convolutions, images.reshape(8, 1, 4, 4)),
+            )
+        },
+        weights={"dense": 4.0},
+    )
+    loop = ff.TrainLoop(
+        lambda rngs, x: {"params": {"scale": jnp.ones(())}},
+        task,
+        0,
+        n_steps=24,
+        n_steps_per_checkpoint=24,
+        first_checkpoint=24,
+        devices=jax.devices()[:1],
+        steps_per_call=2,
+        stdout=False,
+    )
+    dispatched = [0]
+    loop.watchers.append(dispatched.append)
+    list(loop)
+    assert {*np.diff(dispatched).tolist()} == {1, 2}
