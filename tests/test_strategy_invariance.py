@@ -293,7 +293,7 @@ KINDS = {
         targets=both("labels"),
         model=lambda p, x: both(x @ p["a"], x @ p["b"]),
     ),
-    "scalar mean": Scalar(lambda o, t: ce(o, t).mean()),
+    "scalar mean": Scalar(lambda o, t: ce(o, t).mean(), tolerance=(1e-5, 1e-6, 1e-6)),
     "scalar sum": Scalar(
         lambda o, t: ce(o, t).sum() / 8, lambda p, d: jnp.full(len(d.x), ce_rows(p, d).sum() / 8)
     ),
