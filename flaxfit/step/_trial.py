@@ -112,6 +112,7 @@ def try_halves(
     compute: Callable[[str, PyTree], PyTree] = lambda owner, sums: sums,
     is_noisy: bool = False,
     draws: bool = False,
+    all_rows: bool = False,
 ) -> Difference:
     """Compares the pass over a batch with those over its halves.
 
@@ -133,8 +134,9 @@ def try_halves(
       is_noisy: whether state and penalty depend on statistics of the batch, as documented.
       draws: whether something is drawn at random, perhaps always the same: rows of the second half
         may differ then.
+      all_rows: whether to take all examples; so it does by itself where half of a few are too few.
     """
-    batch = _some_rows(run, state, batch)
+    given, batch = batch, _picked(batch, slice(None)) if all_rows else _some_rows(run, state, batch)
     n = n_examples(batch) // 2
     seeds = range(2 if draws else 1)
     wholes = [_read(run(state, _picked(batch, slice(2 * n)), seed)) for seed in seeds]
@@ -151,8 +153,19 @@ def try_halves(
             ones = [_read(run(state, first, seed)) for seed in seeds]
             after = state if continued is None else continued(state, ones[0].state)
             twos = [_read(run(after, second, seed)) for seed in seeds]
-    except Exception:  # It takes one batch size only; dividing a batch then fails by itself.
-        return Difference()
+    except Exception:
+        if all_rows:  # It takes one batch size only; dividing a batch then fails by itself.
+            return Difference()
+        return try_halves(
+            *(run, state, given),
+            together=together,
+            continued=continued,
+            before=before,
+            compute=compute,
+            is_noisy=is_noisy,
+            draws=draws,
+            all_rows=True,
+        )
     whole, one, two = wholes[0], ones[0], twos[0]
     is_random = any(
         _differ(a, b, _SAME)

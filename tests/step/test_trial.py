@@ -177,6 +177,13 @@ def test_state_and_penalty_have_to_be_means_of_those_of_the_halves(name):
     assert (found.state, bool(found.penalty)) == ("" if is_kept else "seen/it", not is_kept)
 
 
+def test_all_rows_are_taken_where_half_of_a_few_are_too_few():
+    def run(state, batch, seed):
+        return Pass({}, penalty=batch.inputs[0].reshape(-1, 8, 4).sum())
+
+    assert try_halves(jax.jit(run), (), Batch((X,))).penalty
+
+
 @pytest.mark.parametrize(
     ("reduce", "is_kept"),
     [(jnp.sum, False), (jnp.mean, True), (lambda x: jnp.sqrt(jnp.sum(x)), False)],
