@@ -299,8 +299,8 @@ class Division(NamedTuple):
                 mixed = try_halves(still, state, batch, compute=self.compute).rows
         if mixed and not is_joint:
             changed = Difference(rows=mixed)
-        # A loss of the library looks for the axis, and finds none where none is mapped. Rows that
-        # are random cannot be compared.
+        # Losses of the library reduce over replicas only where the axis is mapped, which the trial
+        # of single halves does not do. Random rows cannot be compared.
         may_be_joint = any(changed) and self.n_parts == 1 and not proof.draws
         if is_joint or may_be_joint and reduces_over(axis, self.run, state[0], batch, states):
             joint = halves(together=together)
