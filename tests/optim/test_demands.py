@@ -1,17 +1,118 @@
-"""Optimizers get what they need from a step, as in a loop by hand, or are refused in words."""
+"""Every optimizer of optax trains as in a loop by hand, or is refused with what it needs."""
+
+import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import slow
+from marks import slow, thorough, usual
 
 import flaxfit as ff
 from flaxfit import make_train_step
 from flaxfit.data._batch import Batch
 from flaxfit.optim import MultiOptimizer, OptimizerDef
 from flaxfit.step._scan import make_step
+
+# What is refused, and what it is said to need.
+REFUSED = {
+    "contrib.differentially_private_aggregate": "a gradient per example",
+    "contrib.dpsgd": "a gradient per example",
+    "differentially_private_aggregate": "a gradient per example",
+    "dpsgd": "a gradient per example",
+    "lookahead": "parameters as optax.LookaheadParams",
+}
+# What others are passed, in a loop by hand too.
+PASSED = {
+    "contrib.hutchinson_estimator_diag_hessian": ["obj_fn"],
+    "contrib.momo": ["value"],
+    "contrib.momo_adam": ["value"],
+    "contrib.reduce_on_plateau": ["value"],
+    "contrib.sophia": ["obj_fn"],
+    "lbfgs": ["value", "grad", "value_fn"],
+    "polyak_sgd": ["value"],
+    "scale_by_backtracking_linesearch": ["value", "grad", "value_fn"],
+    "scale_by_polyak": ["value"],
+    "scale_by_zoom_linesearch": ["value", "grad", "value_fn"],
+}
+# They give no updates of the shape of the parameters, or are no optimizers by themselves.
+OTHERS = {"contrib.scale_by_muon", "inject_stateful_hyperparams", "measure_with_ema"}
+OTHERS |= {"stateless", "stateless_with_tree_map"}
+ARGUMENTS = {
+    "learning_rate": 0.01,
+    "step_size": 0.1,
+    "max_delta": 1.0,
+    "max_norm": 1.0,
+    "threshold": 1.0,
+    "clipping": 0.1,
+    "decay": 0.9,
+    "eta": 0.1,
+    "gamma": 0.5,
+    "key": 0,
+    "seed": None,
+    "k": 2,
+    "max_consecutive_errors": 3,
+    "inner": optax.sgd(0.1),
+    "fast_optimizer": optax.sgd(0.1),
+    "base_optimizer": optax.sgd(0.1),
+    "optimizer": optax.sgd(0.1),
+    "adv_optimizer": optax.sgd(0.1),
+    "tx": optax.sgd(0.1),
+    "mask": False,
+    "freeze_mask": False,
+    "should_transform_fn": lambda step: True,
+    "transforms": {"a": optax.sgd(0.1)},
+    "param_labels": "a",
+    "sync_period": 2,
+    "slow_step_size": 0.5,
+    "step_size_fn": lambda step: 0.1,
+    "weight_decay": 0.01,
+    "l2_norm_clip": 1.0,
+    "noise_multiplier": 0.1,
+    "measure_name": "norm",
+    "measure": optax.tree.norm,
+    "max_backtracking_steps": 3,
+    "max_linesearch_steps": 3,
+}
+
+
+def factories():
+    found = {}
+    for prefix, module in (("", optax), ("contrib.", optax.contrib)):
+        for name in dir(module):
+            factory = getattr(module, name)
+            if (
+                inspect.isfunction(factory)
+                and not name.startswith("_")
+                and prefix + name not in OTHERS
+            ):
+                returned = str(inspect.signature(factory).return_annotation)
+                if "GradientTransformation" in returned:
+                    found[prefix + name] = factory
+    return found
+
+
+FACTORIES = factories()
+
+
+def made(name):
+    """What a factory makes of an argument for each parameter that needs one."""
+    factory = FACTORIES[name]
+    if name in ("chain", "named_chain"):
+        return factory(*([("a", optax.sgd(0.1))] if name == "named_chain" else [optax.sgd(0.1)]))
+    if name.startswith("inject"):
+        return factory(optax.sgd)(learning_rate=0.1)
+    needed = {
+        p.name: ARGUMENTS[p.name]
+        for p in inspect.signature(factory).parameters.values()
+        if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of what optax will do otherwise some day.
+        return factory(**needed)
+
 
 rng = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32), "b": jnp.ones(2)}
@@ -64,30 +165,37 @@ def task_of(optimizer):
     return ff.TrainTask(apply, optimizer, "mse")
 
 
-SEARCH = ("value", "grad", "value_fn")
-# Optimizers, and what a loop by hand passes to them.
-TRAINED = {
-    "adamw": (optax.adamw(0.01), ()),
-    "muon": (optax.contrib.muon(0.01), ()),
-    "injected": (optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), ()),
-    "momo": (optax.contrib.momo(0.01), ("value",)),
-    "momo_adam": (optax.contrib.momo_adam(0.01), ("value",)),
-    "plateau": (optax.contrib.reduce_on_plateau(), ("value",)),
-    "hutchinson": (optax.contrib.hutchinson_estimator_diag_hessian(), ("obj_fn",)),
-    "sophia": (optax.contrib.sophia(0.01), ("obj_fn",)),
-    "lbfgs": (optax.chain(optax.lbfgs()), SEARCH),
-    "backtracking": (optax.scale_by_backtracking_linesearch(3), SEARCH),
-    "zoom": (optax.scale_by_zoom_linesearch(3), SEARCH),
-}
-COSTLY = ("muon", "sophia", "lbfgs", "zoom")
+@pytest.mark.slow
+def test_no_other_optimizer_is_refused():
+    for name in {*FACTORIES} - {*REFUSED}:
+        task = task_of(made(name))
+        state = ff.TrainState.create(task.optimizer, {"params": PARAMS})
+        jax.eval_shape(make_train_step(task), state, BATCH)
 
 
-@pytest.mark.parametrize("name", [slow(case) if case in COSTLY else case for case in TRAINED])
-def test_an_optimizer_trains_as_in_a_loop_by_hand(name):
-    optimizer, names = TRAINED[name]
+# The usual ones, and those that have an argument or a form of parameters or state of their own.
+TYPICAL = (*REFUSED, *PASSED, "adamw", "chain", "contrib.muon", "inject_hyperparams", "partition")
+
+
+COSTLY = ("contrib.muon", "contrib.sophia", "lbfgs", "scale_by_zoom_linesearch")
+
+
+@pytest.mark.parametrize(
+    "name", [slow(case) if case in COSTLY else case for case in usual(*TYPICAL, of=FACTORIES)]
+)
+def test_an_optimizer_trains_or_is_refused(name):
+    optimizer = made(name)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=f"TrainTask cannot train.* needs {REFUSED[name]}"):
+            trained(task_of(optimizer))
+        return
     compiled = {"compiled": jax.jit} if name in COSTLY else {}
     found = trained(task_of(optimizer), **compiled)
-    assert_same(found, trained_by_hand(optimizer, names, **compiled))
+    assert_same(found, trained_by_hand(optimizer, PASSED.get(name, ()), **compiled))
+
+
+def test_all_that_is_refused_or_passed_more_is_known():
+    assert {*REFUSED, *PASSED} & {*FACTORIES} >= {"lbfgs", "polyak_sgd", "lookahead"}
 
 
 DPSGD = {"l2_norm_clip": 1.0, "noise_multiplier": 0.1, "seed": 0}
@@ -113,15 +221,27 @@ def test_an_optimizer_that_no_step_can_call_is_refused(make, need):
 
 polyak = optax.polyak_sgd
 WRAPPED = {
+    "chain": lambda: optax.chain(optax.clip(1.0), optax.chain(polyak())),
+    "named chain": lambda: optax.named_chain(("a", polyak())),
     "definition": lambda: OptimizerDef(polyak, max_learning_rate=0.5),
+    "injected": lambda: optax.inject_hyperparams(polyak)(max_learning_rate=0.5),
+    "scheduled": lambda: optax.inject_hyperparams(polyak)(max_learning_rate=lambda step: 0.5),
     "partition": lambda: optax.partition({"a": polyak()}, "a"),
+    "masked": lambda: optax.masked(polyak(), True),
     "steps": lambda: optax.MultiSteps(polyak(), 2),
     "steps in pairs": lambda: optax.MultiSteps(polyak(), 2).gradient_transformation(),
-    "schedule-free": lambda: optax.chain(optax.contrib.schedule_free(polyak(), 0.1)),
+    "if finite": lambda: optax.apply_if_finite(polyak(), 3),
+    "flatten": lambda: optax.flatten(polyak()),
+    "schedule-free": lambda: optax.contrib.schedule_free(polyak(), 0.1),
 }
+QUICK = ("chain", "definition", "injected", "masked", "partition", "schedule-free")
+SLOW = ("steps", "if finite", "flatten")
 
 
-@pytest.mark.parametrize("wrapped", [slow(case) if "steps" in case else case for case in WRAPPED])
+@pytest.mark.parametrize(
+    "wrapped",
+    [case if case in QUICK else slow(case) if case in SLOW else thorough(case) for case in WRAPPED],
+)
 def test_wrappers_pass_on_what_is_taken_within(wrapped):
     optimizer = WRAPPED[wrapped]()
     expected = trained_by_hand(optimizer, ["value"])
