@@ -113,7 +113,9 @@ def scalar_loss(outputs, targets):
     return jnp.mean((outputs - targets) ** 2)
 
 
-def loop_of(n=25, loss="mse", batch_size=6, n_devices=4, *, data=None, counts=False, **options):
+def loop_of(
+    n=25, loss="mse", batch_size=6, n_devices=4, *, data=None, counts=False, pad=True, **options
+):
     """A loop over some rows; a model that counts what it has seen takes no padded row."""
 
     @given
@@ -125,7 +127,7 @@ def loop_of(n=25, loss="mse", batch_size=6, n_devices=4, *, data=None, counts=Fa
         return x @ variables["params"], seen
 
     data = data or ff.ArrayStream(ROWS[:n], SUMS[:n], batch_size=batch_size, epochs=1)
-    task = ff.TrainTask(options.pop("apply", apply), optax.sgd(0.1), loss, data)
+    task = ff.TrainTask(options.pop("apply", apply), optax.sgd(0.1), loss, data, pad=pad)
     devices = jax.devices()[:n_devices]
     return ff.TrainLoop(init, task, 0, devices=devices, n_steps_per_checkpoint=1, **options)
 
@@ -148,6 +150,19 @@ def test_less_data_than_a_batch_is_a_remainder_where_it_cannot_be_padded(n):
 def test_a_regular_batch_that_cannot_be_split_or_padded_is_refused():
     with pytest.raises(ValueError, match=r"6 examples over 4 devices .*batch size of 4 or 8"):
         next(loop_of(loss=scalar_loss, stdout=False))
+
+
+def test_a_task_without_padding_runs_remainders_at_their_own_size():
+    sizes = []
+
+    def loss(outputs, targets):
+        sizes.append(outputs.shape[0])
+        return (outputs - targets) ** 2
+
+    *_, last = loop_of(13, loss, 8, pad=False, stdout=False)
+    assert last.step == 2 and {5, 2} <= {*sizes}
+    with pytest.raises(ValueError, match="pad=False"):
+        next(loop_of(6, loss, data=[(ROWS[:6], SUMS[:6])], pad=False, stdout=False))
 
 
 def test_a_padded_row_is_a_real_one_and_said_once(capsys):

@@ -142,6 +142,21 @@ def test_every_step_of_an_epoch_has_the_gradient_of_its_own_examples(n_devices, 
             np.testing.assert_allclose(checkpoint.state.params, params, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("resident", [True, thorough(False)])
+def test_whole_batches_are_trained_on_as_those_that_could_be_padded(resident):
+    def losses(*data):
+        stream = ff.ArrayStream(*data, batch_size=8, epochs=2, resident=resident)
+        loop = ff.TrainLoop(
+            init, ff.TrainTask(apply, optax.sgd(0.1), "mse", stream), 0, stdout=False
+        )
+        return [checkpoint.loss for checkpoint in loop][:3]
+
+    for weights in ((), (np.resize(np.arange(24) % 3, 25),)):
+        whole, ragged = ([each[:n] for each in (ROWS, SUMS, *weights)] for n in (24, 25))
+        np.testing.assert_allclose(losses(*whole), losses(*ragged), rtol=1e-6)
+
+
 def test_an_epoch_with_a_remainder_compiles_once():
     data = ff.ArrayStream(ROWS, SUMS, batch_size=8, epochs=3)
     loop = ff.TrainLoop(init, ff.TrainTask(apply, optax.sgd(0.1), "mse", data), 0, stdout=False)
