@@ -17,6 +17,8 @@ from flaxfit.task._task import TrainTask
 from flaxfit.tree._types import ApplyFn, ArrayLike, Data
 
 _FIELDS = ("params", "model_state", "opt_state")
+_OPTIONS = {field.name for field in dataclasses.fields(TrainTask)}
+_RATES = ("lr", "learning_rate")
 
 
 class Settings(RunState):
@@ -258,3 +260,13 @@ class Settings(RunState):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        is_ours = type(self).__module__.startswith("flaxfit.")  # Others keep what they like.
+        if is_ours and (name in _OPTIONS or name in _RATES) and not hasattr(type(self), name):
+            advice = f"use TrainLoop(loop.state, dataclasses.replace(loop.task, {name}=...))"
+            if name in _RATES:
+                advice = "use loop.set_hyperparams(learning_rate=...)"
+            words = f"A TrainLoop has no {name} to set: {advice}."
+            raise AttributeError(words, name=name, obj=self)
+        super().__setattr__(name, value)
