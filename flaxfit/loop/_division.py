@@ -76,10 +76,10 @@ def examine(
     may_gather = not (is_apart or isinstance(task.loss, LossByOutput))
     with_losses = is_replaced or task.across is None and (task.pad or not may_gather)
     run, is_noisy = pass_of(task, with_losses=with_losses), has_statistics(task, state)
-    still = None
+    evaluation = None
     if isinstance(task, TrainTask):
-        still = pass_of(task, with_losses=with_losses, evaluates=True)
-    division = Division(strategy, run, n_parts, is_noisy, _values_of(task), still)
+        evaluation = pass_of(task, with_losses=with_losses, evaluates=True)
+    division = Division(strategy, run, n_parts, is_noisy, _values_of(task), evaluation)
     is_asked = division.text or is_replaced or may_pad and not why_not
     # Such a hook is given examples one by one, and nothing else is allowed there.
     if not is_asked or getattr(task, "example_grads_hook", None) is not None:
@@ -91,7 +91,7 @@ def examine(
     mixed, changed = division.find(state, batch, states)
     if task.objective is None and (mixed == MODEL or division.is_noisy):
         # Losses and metrics of outputs that depend on other rows may combine rows themselves.
-        own = division._replace(run=comparison_of(task, with_losses=with_losses), still=None)
+        own = division._replace(run=comparison_of(task, with_losses=with_losses), evaluation=None)
         load = functools.partial(division.with_outputs, task, state, batch, states)
         shapes = batch._replace(inputs=result.outputs)
         compared, changed_by_loss = own.find(state, shapes, states, load)
@@ -190,8 +190,8 @@ class Division(NamedTuple):
     """Whether the model keeps statistics of the batch, as BatchNorm does."""
     compute: Function = lambda owner, sums: sums
     """What the sums of a metric stand for, see `try_halves`."""
-    still: Function | None = None
-    """The pass in evaluation mode, where nothing may be random."""
+    evaluation: Function | None = None
+    """The pass of a task to train in evaluation mode, in which its rows may not be random."""
 
     @property
     def n_replicas(self) -> int:
@@ -292,11 +292,11 @@ class Division(NamedTuple):
         if not (is_joint or mixed):
             changed = halves()
             mixed = changed.rows
-        is_unseen = proof.draws and not self.is_noisy
-        if is_unseen and self.still is not None and not (is_joint or mixed):
-            still = made(self.strategy.bind(self.still))
-            if not varies(still, state, batch):
-                mixed = try_halves(still, state, batch, compute=self.compute).rows
+        is_random = proof.draws and not self.is_noisy
+        if is_random and self.evaluation is not None and not (is_joint or mixed):
+            evaluation = made(self.strategy.bind(self.evaluation))
+            if not varies(evaluation, state, batch):
+                mixed = try_halves(evaluation, state, batch, compute=self.compute).rows
         if mixed and not is_joint:
             changed = Difference(rows=mixed)
         # Losses of the library reduce over replicas only where the axis is mapped, which the trial
