@@ -70,8 +70,9 @@ class Trained:
     def hyperparams(self):
         return {"learning_rate": self.optimizer.learning_rate}
 
-    def follows_schedule(self, name, group):
-        return False
+    @property
+    def state_in_place(self):
+        return SimpleNamespace(opt_state=())
 
     def set_hyperparams(self, group, learning_rate):
         self.optimizer.learning_rate = learning_rate

@@ -284,8 +284,6 @@ FOR_THE_LIBRARY = {
     "OptimizerDef.describe",
     "ProgressBar.interrupt",
     "ProgressBar.recall",
-    "TrainLoop.follows_schedule",
-    "TrainLoop.group_name",
     "TrainLoop.in_phase",
 }
 HEAVY = ("flax.nnx", "grain", "matplotlib", "orbax", "tensorflow", "torch")

@@ -119,7 +119,7 @@ def test_each_page_of_the_reference_begins_with_a_table_of_its_names(site):
 def test_the_reference_leaves_out_what_only_the_library_calls(site):
     reference = "".join(path.read_text() for path in (site / "api").glob("*.html"))
     assert "flaxfit.ArrayStream.one_epoch" in reference
-    assert not re.search(r"\.(next_rows|follows_schedule)\b", reference)
+    assert not re.search(r"\.(next_rows|in_phase)\b", reference)
     assert "(*args" not in re.sub("<[^>]+>", "", reference)
 
 

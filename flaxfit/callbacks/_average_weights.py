@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._callback import Loop, first_epoch
 from flaxfit.callbacks._stopping import EarlyStopping
 from flaxfit.display import say
 from flaxfit.optim._averaged import has_average, wide
@@ -78,8 +78,7 @@ class AverageWeights:
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Adds the weights of a checkpoint to the mean."""
         self._n_seen, self._is_due = self._n_seen + 1, True
-        first_epoch = getattr(self._loop, "first_epoch", 0) or 0
-        if self._n_seen > self._start_from - first_epoch:
+        if self._n_seen > self._start_from - first_epoch(self._loop):
             self.n_averaged += 1
             weights = {name: getattr(checkpoint.state, name) for name in _WEIGHTS}
             mean = self._mean or jax.tree.map(wide, weights)

@@ -1,13 +1,15 @@
 """Callback: the one hook of a training loop; Loop: the part of a loop that callbacks use."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from flaxfit.checkpoints import CheckpointFile
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._fit_call import FitCall
+from flaxfit.state._observers import Observers
 from flaxfit.state._train_state import TrainState
 from flaxfit.strategies import Strategy
-from flaxfit.tree._types import ApplyFn, ArrayLike, PyTree
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 class Callback(Protocol):
@@ -92,20 +94,10 @@ class StepCost(Protocol):
 class Loop(Protocol):
     """The part of `TrainLoop` that the callbacks of the library use."""
 
-    watchers: list[Callable[[int], None]]
-    """Functions of the step, called after each step; they must not read arrays."""
-    dispatch_watchers: list[Callable[[int], None]]
-    """Functions of the step, called after each dispatch of one or several steps."""
-    starters: list[Callable[[int], None]]
-    """Functions of the step, called before the first step after each checkpoint."""
-    step_starters: list[Callable[[int], None]]
-    """Functions of the step, called before each dispatch."""
-    test_starters: list[Callable[[], None]]
-    """Functions without arguments, called before each validation."""
-    first_epoch: int | None
-    """The number of the first epoch of `fit`, from 0; None in your own loop."""
-    eval_apply: Callable[[], ApplyFn] | None
-    """Returns the model in evaluation mode, in `fit`; None in your own loop."""
+    on: Observers
+    """What it calls beside its callbacks."""
+    fit_call: FitCall | None
+    """The call of `fit` that drives it; None in your own loop."""
 
     @property
     def callbacks(self) -> Iterable[Any]: ...
@@ -148,6 +140,9 @@ class Loop(Protocol):
     def state(self) -> TrainState: ...
 
     @property
+    def state_in_place(self) -> TrainState: ...
+
+    @property
     def revision(self) -> tuple[int, ...]: ...
 
     @property
@@ -158,10 +153,6 @@ class Loop(Protocol):
 
     @property
     def phase(self) -> str: ...
-
-    def group_name(self, group: str | int, /) -> str: ...
-
-    def follows_schedule(self, name: str, *, group: str | int | None = None) -> bool: ...
 
     def set_hyperparams(self, *, group: str | int | None = None, **values: ArrayLike) -> None: ...
 
@@ -181,3 +172,8 @@ def attached(loop: Loop | None, owner: str, use: str) -> Loop:
     if loop is None:
         raise ValueError(f"{owner} must be in the callbacks of a loop, which it {use}.")
     return loop
+
+
+def first_epoch(loop: Loop | None) -> int:
+    """The number of the first epoch of the `fit` that drives a loop, from 0; else 0."""
+    return 0 if loop is None or loop.fit_call is None else loop.fit_call.first_epoch

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._callback import Loop, first_epoch
 from flaxfit.tree._types import Json
 
 
@@ -29,13 +29,13 @@ class Epochs:
           on_begin: called with the number of each epoch before its first step.
         """
         self._loop, self._on_begin = loop, on_begin
-        self._first, self._n_begun, self._begun_at = loop.first_epoch or 0, 0, None
-        loop.starters.append(self._begin)
+        self._first, self._n_begun, self._begun_at = first_epoch(loop), 0, None
+        loop.on.before_span.append(self._begin)
 
     @property
     def is_of_fit(self) -> bool:
         """Whether the loop has epochs; one of its own has checkpoints only."""
-        return self._loop is not None and self._loop.first_epoch is not None
+        return self._loop is not None and self._loop.fit_call is not None
 
     @property
     def number(self) -> int:

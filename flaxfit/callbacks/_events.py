@@ -108,10 +108,10 @@ class Events:
             )
         self._epochs.attach(loop, self._begin_epoch)
         if begins is not None:
-            loop.step_starters.append(lambda step: begins(step - self._first_step, {}))
+            loop.on.before_step.append(lambda step: begins(step - self._first_step, {}))
         if ends is not None:
-            loop.watchers.append(self._end_batch)
-        loop.test_starters.append(lambda: self.notify("on_test_begin", {}))
+            loop.on.after_step.append(self._end_batch)
+        loop.on.before_validation.append(lambda: self.notify("on_test_begin", {}))
         self._open()
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:

@@ -83,8 +83,8 @@ class Export:
     def attach(self, loop: Loop) -> None:
         """Uses the inputs of a loop, which must report the metric, and the model of `fit`."""
         self._loop = loop
-        if self._apply is None and loop.eval_apply is not None:
-            self._apply = loop.eval_apply()
+        if self._apply is None and loop.fit_call is not None:
+            self._apply = loop.fit_call.eval_apply()
         if self._monitor is not None:
             self._monitor.attach(loop, self)
 

@@ -41,7 +41,7 @@ class Profiler:
     def attach(self, loop: Loop) -> None:
         """Starts to watch the steps of a loop."""
         self._loop = loop
-        loop.dispatch_watchers.append(self._watch)
+        loop.on.after_dispatch.append(self._watch)
         self._watch(loop.step)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:

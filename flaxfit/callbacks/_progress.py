@@ -100,7 +100,7 @@ class ProgressBar:
             self._given.attach(loop, self)
         self._monitor = self._chosen = self._given or _monitor_of(loop)
         if self._live or (self._live is None and display.is_live(self._stream)):
-            loop.dispatch_watchers.append(self._watch)
+            loop.on.after_dispatch.append(self._watch)
 
     @property
     def _n_units(self) -> int | None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flaxfit.callbacks._callback import Loop, attached
+from flaxfit.callbacks._callback import Loop, attached, first_epoch
 from flaxfit.callbacks._rates import rates_of, set_rates, take_rates
 from flaxfit.display import say
 from flaxfit.state._checkpoint import Checkpoint
@@ -85,7 +85,7 @@ class LearningRateScheduler:
                 f"{loop.steps_per_call} run per dispatch: remove steps_per_execution (in a loop, "
                 "steps_per_call), or give the optimizer an Optax schedule."
             )
-        (loop.step_starters if self._per_step else loop.starters).append(self._start)
+        (loop.on.before_step if self._per_step else loop.on.before_span).append(self._start)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Returns the checkpoint unchanged; the rate is set before the next step."""
@@ -115,7 +115,7 @@ class LearningRateScheduler:
         # A state that was restored since has the rate that it was saved with.
         if not (self._is_due or self._per_step) and self._n_set == loop.revision[1]:
             return
-        n = step if self.unit == "step" else (loop.first_epoch or 0) + self._n_seen
+        n = step if self.unit == "step" else first_epoch(loop) + self._n_seen
         before = rates_of(loop, self.group, "LearningRateScheduler")
         new = {group: self._rate(n, rate) for group, rate in before.items()}
         changed = {group: rate for group, rate in new.items() if before[group] != rate}

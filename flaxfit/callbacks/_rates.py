@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from flaxfit.callbacks._callback import Loop
-from flaxfit.optim._hyperparams import in_group, learning_rates
+from flaxfit.optim._hyperparams import group_name, in_group, learning_rates, scheduled
 
 
 def take_rates(loop: Loop, group: str | int | None, owner: str) -> None:
@@ -13,7 +13,8 @@ def take_rates(loop: Loop, group: str | int | None, owner: str) -> None:
       ValueError: the optimizer has a schedule, or a rate that cannot be determined.
     """
     found = rates_of(loop, group, owner)
-    if loop.follows_schedule("learning_rate", group=group):
+    chosen = None if group is None else _group(loop, group)
+    if "learning_rate" in scheduled(loop.state_in_place.opt_state, chosen):
         raise ValueError(
             f"{owner} cannot set the learning rate: the optimizer was made with a schedule, which "
             "sets it at each step. Make the optimizer with a number, such as optax.adam(1e-3), or "
@@ -25,7 +26,7 @@ def take_rates(loop: Loop, group: str | int | None, owner: str) -> None:
 def rates_of(loop: Loop, group: str | int | None, owner: str) -> dict[str | None, float]:
     """The learning rates of a loop by group; under None that of an optimizer without groups."""
     known = loop.hyperparams
-    found = learning_rates(known) if group is None else in_group(known, loop.group_name(group))
+    found = learning_rates(known) if group is None else in_group(known, _group(loop, group))
     if not found:
         where = "" if group is None else f" in group {group!r}"
         raise ValueError(
@@ -40,3 +41,8 @@ def set_rates(loop: Loop, rates: Mapping[str | None, float]) -> None:
     """Sets learning rates by group."""
     for group, rate in rates.items():
         loop.set_hyperparams(group=group, learning_rate=rate)
+
+
+def _group(loop: Loop, group: str | int) -> str:
+    """The name of a group of the optimizer, given by name or position."""
+    return group_name(loop.state_in_place.opt_state, group)

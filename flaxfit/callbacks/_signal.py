@@ -96,7 +96,7 @@ class SaveOnSignal:
             attach(loop)  # It saves the states of the callbacks.
         self._received, self._is_done = None, False
         self._began = loop.revision
-        loop.dispatch_watchers.append(self._watch)
+        loop.on.after_dispatch.append(self._watch)
         self._n_calls = 0
         if jax.process_count() == 1:
             self._listen()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._callback import Loop, first_epoch
 from flaxfit.display import count, plural, say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._averaged import has_average, with_average_of
@@ -119,7 +119,7 @@ class EarlyStopping:
         self._is_closed = False
         value = self._monitor.read(checkpoint)
         self._n_seen += 1
-        if value is None or self._n_seen <= self._start_from - self._first_epoch:
+        if value is None or self._n_seen <= self._start_from - first_epoch(self._loop):
             return checkpoint
         self._n_waited += 1
         if self._is_better(value, self.best_value):
@@ -138,7 +138,7 @@ class EarlyStopping:
         elif self._n_waited < self._patience:
             return checkpoint
         elif not self._verbose:
-            unit = "checkpoint" if self._loop is None or self._loop.first_epoch is None else "epoch"
+            unit = "epoch" if self._counts_epochs else "checkpoint"
             waited = plural(self._n_waited, unit)
             self.endings = [f"{self._monitor.name} has not improved for {waited}"]
         self.has_stopped = math.isfinite(value)
@@ -160,17 +160,16 @@ class EarlyStopping:
     @property
     def best_epoch(self) -> int | None:
         """The number of the best epoch, from 0 (in a `TrainLoop`, of the best checkpoint)."""
-        return self._first_epoch + self._best_seen - 1 if self._best_seen else None
+        return first_epoch(self._loop) + self._best_seen - 1 if self._best_seen else None
 
     @property
     def stopped_epoch(self) -> int:
         """The number of the epoch, from 0, after which it has ended training; 0 if it has not."""
-        return self._first_epoch + self._n_seen - 1 if self.has_stopped else 0
+        return first_epoch(self._loop) + self._n_seen - 1 if self.has_stopped else 0
 
     @property
-    def _first_epoch(self) -> int:
-        """The number of the first epoch that it sees."""
-        return getattr(self._loop, "first_epoch", 0) or 0
+    def _counts_epochs(self) -> bool:
+        return self._loop is not None and self._loop.fit_call is not None
 
     def _is_better(self, value: float, best: float | None) -> bool:
         return self._monitor.is_better(value, best, self._min_delta)
@@ -208,8 +207,8 @@ class EarlyStopping:
     @property
     def _best_time(self) -> str:
         """The epoch that was best in `fit`, else the step."""
-        if self._best_seen and getattr(self._loop, "first_epoch", None) is not None:
-            return f"epoch {count(self._first_epoch + self._best_seen)}"
+        if self._best_seen and self._counts_epochs:
+            return f"epoch {count(first_epoch(self._loop) + self._best_seen)}"
         return f"step {self.best_step:,}"
 
     def get_state(self) -> dict[str, PyTree]:
@@ -266,7 +265,7 @@ class StopOnNaN:
         """Watches the steps of a loop if `every` is given."""
         if self._every is not None:
             self._looked_at = loop.step
-            loop.dispatch_watchers.append(functools.partial(self._look, loop, self._every))
+            loop.on.after_dispatch.append(functools.partial(self._look, loop, self._every))
 
     def _look(self, loop: Loop, every: int, step: int) -> None:
         if step - self._looked_at < every:

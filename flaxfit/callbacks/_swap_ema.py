@@ -36,7 +36,7 @@ class SwapEMA:
 
     def attach(self, loop: Loop) -> None:
         """Checks that the loop keeps an average, and is not of `fit`, which uses it already."""
-        if loop.first_epoch is not None:
+        if loop.fit_call is not None:
             raise ValueError(
                 "SwapEMA is for loops: Model(ema=...) already evaluates, predicts and exports with "
                 "the moving average. Remove SwapEMA; flaxfit.optim.swap_ema(model.state).params is "

@@ -121,7 +121,7 @@ class TensorBoardLogger:
             self._projector.check(self._folder / self._main, loop.state.params)
         if self._update_freq:
             self._updated_at = loop.step
-            loop.dispatch_watchers.append(functools.partial(self._update, loop))
+            loop.on.after_dispatch.append(functools.partial(self._update, loop))
 
     def _update(self, loop: Loop, step: int) -> None:
         if step - self._updated_at < self._update_freq:

@@ -54,7 +54,7 @@ class Timer:
         self._loop = loop
         self._reset(loop.step)
         by_step = self._budget["n_steps"] is not None
-        watchers = loop.watchers if by_step else loop.dispatch_watchers
+        watchers = loop.on.after_step if by_step else loop.on.after_dispatch
         watchers.append(self._watch)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:

@@ -27,7 +27,7 @@ class SaveFreq:
         """Watches the steps of a loop if n is given."""
         if self._n:
             self._saved_at = loop.step
-            loop.watchers.append(functools.partial(self._look, loop, writer))
+            loop.on.after_step.append(functools.partial(self._look, loop, writer))
 
     def _look(self, loop: Any, writer: Any, step: int) -> None:
         if step - self._saved_at < self._n:

@@ -42,7 +42,7 @@ class StepName:
 
     def attach(self, loop: Any, writer: object) -> None:
         """Checks that the checkpoints of a loop have the fields."""
-        if "epoch" in self._fields and getattr(loop, "first_epoch", None) is None:
+        if "epoch" in self._fields and getattr(loop, "fit_call", None) is None:
             raise ValueError(_NO_EPOCH)
         for metric in self._metrics.values():
             metric.attach(loop, writer)

@@ -127,7 +127,7 @@ class EvalLoop:
         if not self._is_given and self._strategy is not loop.strategy:
             self._strategy = loop.strategy
             self._forget()
-        self._starters = getattr(loop, "test_starters", ())
+        self._starters = loop.on.before_validation
         own, is_in_place = self.task.companions, self._strategy is loop.strategy
         if own and is_in_place and are_same(own, loop.task.companions):
             self._placed = loop._companions

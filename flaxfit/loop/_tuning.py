@@ -10,7 +10,6 @@ from flaxfit.loop._stepper import Stepper
 from flaxfit.optim import hyperparams, set_hyperparams
 from flaxfit.optim._extended import late_of
 from flaxfit.optim._generations import Late, fitting
-from flaxfit.optim._hyperparams import group_name, scheduled
 from flaxfit.optim._hyperparams import learning_rates as rates_of
 from flaxfit.optim._plain_rate import live_rate, matched, plain_rate
 from flaxfit.state._checkpoint import Checkpoint
@@ -29,12 +28,6 @@ def present_hyperparams(stepper: Stepper) -> dict[str, Any]:
         return _on_host(hyperparams(opt_state))
     rate = plain_rate(stepper.task.optimizer)
     return {} if rate is None else {"learning_rate": rate}
-
-
-def follows_schedule(stepper: Stepper, name: str, group: str | int | None = None) -> bool:
-    """Whether a hyperparameter of the optimizer follows a schedule."""
-    opt_state = stepper.state.opt_state
-    return name in scheduled(opt_state, None if group is None else group_name(opt_state, group))
 
 
 def learning_rates(stepper: Stepper) -> dict[str, float]:

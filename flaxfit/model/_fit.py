@@ -25,6 +25,7 @@ from flaxfit.model._resume import RunFolder, finish, guards
 from flaxfit.model._streams import known_length, length_of, prefetched, training_stream
 from flaxfit.model._trainer import Trainer
 from flaxfit.model._validation import Validation, epochs_of, validation_of
+from flaxfit.state._fit_call import FitCall
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._functions import order_of
 from flaxfit.tree._types import Data
@@ -135,7 +136,12 @@ def fit(
     lines = _first_lines(trainer.name, loop, stream, validation, n_steps)
     history.facts = " · ".join(lines)
     trainer.history = history
-    loop.eval_apply = lambda: apply_to_export(evaluator.task)
+    fit_call = FitCall(
+        first_epoch=initial_epoch,
+        epoch=lambda: history.n_epochs,
+        n_steps=n_steps and n_left * n_steps,
+        eval_apply=lambda: apply_to_export(evaluator.task),
+    )
     every = [*users, history.append]
     if validation is not None:
         every.insert(0, validation)
@@ -164,9 +170,7 @@ def fit(
         stack.push(lambda kind, error, traceback: finish_writers() if kind is None else None)
         stack.enter_context(loop)
         stack.push(lambda kind, error, where: _say_if_interrupted(error, loop, every, verbose))
-        loop.first_epoch, loop.callbacks = initial_epoch, every
-        loop.epoch_number = lambda: history.n_epochs
-        loop.fit_steps = n_steps and n_left * n_steps
+        loop.fit_call, loop.callbacks = fit_call, every
         # What `load` has read is the start of this model, not of an interrupted call.
         if saved is not None and loop.start is not None:
             trainer.n_epochs = first_epoch_of_data + len(history.steps)

@@ -85,7 +85,7 @@ class Validation:
         """Returns the checkpoint with the metrics of its state added."""
         if not self._is_due():
             return checkpoint
-        for start in self._loop.test_starters:
+        for start in self._loop.on.before_validation:
             start()
         state, n_measured = self._averaged(checkpoint.state), []
         metrics = self._evaluator.measure(state, self._batches(), watch=n_measured.append)

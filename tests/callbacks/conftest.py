@@ -5,6 +5,7 @@ import io
 import pytest
 
 from flaxfit import Checkpoint
+from flaxfit.state._observers import Observers
 
 
 class FakeLoop:
@@ -13,8 +14,7 @@ class FakeLoop:
     def __init__(self, n_steps=None, n_steps_per_checkpoint=1, step=0, state=None):
         self.n_steps, self.n_steps_per_checkpoint = n_steps, n_steps_per_checkpoint
         self.step, self.state = step, state
-        self.callbacks, self.first_epoch, self.eval_apply = (), None, None
-        self.watchers, self.dispatch_watchers = [], []
+        self.callbacks, self.fit_call, self.on = (), None, Observers()
         self.restored = []
         self.metrics = {"loss": 0.5}
         self.n_reads = 0
@@ -29,7 +29,7 @@ class FakeLoop:
 
     def dispatch(self):
         self.step += 1
-        for watch in (*self.watchers, *self.dispatch_watchers):
+        for watch in (*self.on.after_step, *self.on.after_dispatch):
             watch(self.step)
 
 

@@ -192,7 +192,7 @@ def test_live_can_be_switched_off_on_a_terminal_and_a_dumb_one_has_no_bar(
     ProgressBar(file=terminal, live=False).attach(loop)
     monkeypatch.setenv("TERM", "dumb")
     ProgressBar(file=terminal).attach(loop)
-    assert loop.dispatch_watchers == []
+    assert loop.on.after_dispatch == []
 
 
 def test_a_stream_of_few_characters_is_written_to_without_failure(make_loop, checkpoint_at, clock):

@@ -5,10 +5,13 @@ import types
 import pytest
 
 from flaxfit.callbacks._epochs import Epochs
+from flaxfit.state._fit_call import FitCall
+from flaxfit.state._observers import Observers
 
 
 def make_loop(first_epoch):
-    return types.SimpleNamespace(first_epoch=first_epoch, starters=[])
+    call = None if first_epoch is None else FitCall(first_epoch, None, None, None)
+    return types.SimpleNamespace(fit_call=call, on=Observers())
 
 
 @pytest.mark.parametrize(("first", "is_of_fit"), [(None, False), (0, True), (3, True)])
@@ -16,7 +19,7 @@ def test_epochs_are_counted_from_the_first_as_they_begin(first, is_of_fit):
     loop, epochs, begun = make_loop(first), Epochs(), []
     epochs.attach(loop, begun.append)
     for step in (0, 4, 4, 8):  # At step 4 the data had ended, and another pass begins.
-        loop.starters[0](step)
+        loop.on.before_span[0](step)
     n = first or 0
     assert (begun, epochs.number) == ([n, n + 1, n + 2], n + 2)
     assert epochs.is_of_fit is is_of_fit
@@ -25,10 +28,10 @@ def test_epochs_are_counted_from_the_first_as_they_begin(first, is_of_fit):
 def test_a_count_that_is_restored_goes_on():
     loop, epochs, resumed = make_loop(0), Epochs(), Epochs()
     epochs.attach(loop)
-    loop.starters[0](0)
+    loop.on.before_span[0](0)
     again = make_loop(0)
     resumed.attach(again)
     resumed.set_state(epochs.get_state())
     assert resumed.number == 0
-    again.starters[0](4)
+    again.on.before_span[0](4)
     assert resumed.number == 1

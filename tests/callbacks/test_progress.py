@@ -25,7 +25,7 @@ def test_off_a_terminal_there_is_one_line_per_checkpoint_and_no_carriage_return(
     for n, (loss, accuracy) in enumerate(losses, start=1):
         clock.now += 0.1
         bar(checkpoint_at(44 * n, elapsed_time=0.1, loss=loss, val_accuracy=accuracy))
-    assert loop.dispatch_watchers == []
+    assert loop.on.after_dispatch == []
     assert file.getvalue() == (
         "epoch     time     loss  val_accuracy\n"
         " 1/10   100 ms   1.7632        0.8611 *\n"

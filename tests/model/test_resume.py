@@ -254,7 +254,7 @@ class Failing:
     """Raises before the first step."""
 
     def attach(self, loop):
-        loop.starters.append(self)
+        loop.on.before_span.append(self)
 
     def __call__(self, checkpoint):
         raise Interruption

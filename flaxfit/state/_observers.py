@@ -1,0 +1,33 @@
+"""Observers: what a loop calls while it trains, beside its callbacks."""
+
+import dataclasses
+from collections.abc import Callable
+
+Observer = Callable[[int], None]
+
+
+@dataclasses.dataclass
+class Observers:
+    """Functions that a loop calls between two dispatches; they must not read the device.
+
+    >>> observers = Observers()
+    >>> observers.after_step.append(print)
+    >>> observers.see_each_step
+    True
+    """
+
+    before_span: list[Observer] = dataclasses.field(default_factory=list)
+    """Called with the step before the first step after each checkpoint."""
+    before_step: list[Observer] = dataclasses.field(default_factory=list)
+    """Called with the step before each dispatch."""
+    after_step: list[Observer] = dataclasses.field(default_factory=list)
+    """Called with the step after each dispatch."""
+    after_dispatch: list[Observer] = dataclasses.field(default_factory=list)
+    """As `after_step`, for functions that need not see each step."""
+    before_validation: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    """Called without arguments before each validation."""
+
+    @property
+    def see_each_step(self) -> bool:
+        """Whether a dispatch takes one step with `steps_per_call="auto"`."""
+        return bool(self.after_step or self.before_step)
