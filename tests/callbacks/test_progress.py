@@ -34,8 +34,8 @@ def test_off_a_terminal_there_is_one_line_per_checkpoint_and_no_carriage_return(
     )
 
 
-def test_lines_go_to_standard_error(checkpoint_at, capsys):
-    bar = ProgressBar(unit="epoch", total=1)
+def test_lines_go_to_standard_error(checkpoint_at, capsys, clock):
+    bar = ProgressBar(unit="epoch", total=1, clock=clock)
     bar(checkpoint_at(1, loss=0.5))
     bar.close()
     captured = capsys.readouterr()
