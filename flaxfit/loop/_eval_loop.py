@@ -9,14 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit.data import as_stream, one_pass
-from flaxfit.data._batch import Batch, n_examples, normalize
-from flaxfit.data._stream import pass_length
+from flaxfit.data import as_stream
 from flaxfit.loop._collected_rows import CollectedRows, check_bounds, of_rows
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._division import examine
-from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import Padder, may_be_whole
+from flaxfit.loop._feed import Feed, feed_of_pass
+from flaxfit.loop._padding import may_be_whole
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import averaged
@@ -187,11 +185,8 @@ class EvalLoop:
         """
         data, n_steps = self._given(data), self.n_steps if n_steps is None else n_steps
         strategy, consistency = self.strategy, Consistency(self.strategy)
-        batches, in_flight, n = (
-            self._pass(data, n_steps),
-            deque[tuple[Strategy, PyTree, PyTree]](),
-            0,
-        )
+        feed, n = self._pass(data, n_steps), 0
+        in_flight = deque[tuple[Strategy, PyTree, PyTree]]()
         collected = CollectedRows(self.task.metrics)
 
         def fetch() -> None:
@@ -199,19 +194,16 @@ class EvalLoop:
             jax.block_until_ready(totals)
             collected.add(own.join(rows) if rows else {})
 
-        items = itertools.islice(batches, n_steps)
-        first = [*itertools.islice(items, 1)]
-        if not first:
+        first = feed.first()
+        if first is None:
             consistency.end("evaluation", n, ())
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         state = strategy.share(self._measured(state))
-        is_cut = n_steps is not None
-        feed, sums = self._inspect(batches.examples(first[0]), state, batches, data, is_cut)
+        sums = self._inspect(feed, first, state, data, is_cut=n_steps is not None)
         totals, shapes = _metric_totals.zero_totals(sums), structure_of(state)
         self._companions.refresh()
         companions = self._companions.arguments
-        for n, item in enumerate(itertools.chain(first, items), 1):
-            loaded = batches.load(item, feed)
+        for n, (_, loaded) in enumerate(itertools.islice(feed, n_steps), 1):
             portion = loaded.portion
             if portion.strategy is not strategy:
                 strategy = portion.strategy
@@ -259,12 +251,12 @@ class EvalLoop:
           ValueError: labels, weights or the shape of the loss are invalid.
         """
         data, n_steps = self._given(data), self.n_steps if n_steps is None else n_steps
-        batches, is_cut = self._pass(data, n_steps), n_steps is not None
+        feed = self._pass(data, n_steps)
         with in_phase("training"):
-            item = next(iter(batches), None)
-        if item is not None:
+            first = feed.first()
+        if first is not None:
             with in_phase("preparing"):
-                self._inspect(batches.examples(item), self._measured(state), batches, data, is_cut)
+                self._inspect(feed, first, self._measured(state), data, is_cut=n_steps is not None)
 
     def _given(self, data: Data) -> Data:
         """Returns the data to measure on: that of the task, if no other is given."""
@@ -275,16 +267,12 @@ class EvalLoop:
             )
         return self._data if data is None else data
 
-    def _pass(self, data: Data, n_steps: int | None) -> LocalBatches:
+    def _pass(self, data: Data, n_steps: int | None) -> Feed:
         """Returns the batches of one pass over the data, of which `n_steps` are measured."""
-        stream = one_pass(self.task.roles.of_data_set(data))
-        if n_steps is None:
-            pass_length(stream, _ENDLESS)
-        return LocalBatches(
-            stream,
-            self.strategy,
-            self.task.roles,
-            is_whole=may_be_whole(self.task, self.strategy),
+        roles, is_whole = self.task.roles, may_be_whole(self.task, self.strategy)
+        data = roles.of_data_set(data)
+        return feed_of_pass(
+            data, n_steps, self.strategy, roles, is_whole=is_whole, endless=_ENDLESS
         )
 
     def _measured(self, state: PyTree) -> PyTree:
@@ -293,13 +281,12 @@ class EvalLoop:
         return evaluated(state, self.task.rngs, f"EvalTask(rngs={self.task.rngs})")
 
     def _inspect(
-        self, batch: Batch, state: PyTree, batches: LocalBatches, data: Data, is_cut: bool
-    ) -> tuple[Padder, Sums]:
-        """Validates the first batch; returns the padder of all, and the shapes of their sums."""
+        self, feed: Feed, first: PyTree, state: PyTree, data: Data, *, is_cut: bool
+    ) -> Sums:
+        """Validates the first batch, for the feed of all; returns the shapes of their sums."""
         bind = self.strategy.bind
         is_known, self._checked = data is self._checked, data
-        whole = None if is_known else batches.whole()
-        whole = None if whole is None else normalize(whole)
+        batch, whole = feed.begin(first), None if is_known else feed.whole()
         if whole is not None and not is_cut:
             check_bounds(self._collecting, whole)
         traced = inspect(self.task, state, batch, whole, bind, self._traced)
@@ -311,10 +298,10 @@ class EvalLoop:
             batch,
             result,
             self._divided,
-            may_pad=batches.may_be_uneven(n_examples(batch)),
+            may_pad=feed.may_pad,
         )
-        feed = batches.padder(pad=not why_not, why_not=why_not)
-        return feed, {k: each for k, each in result.sums.items() if k not in self._collecting}
+        feed.decide(why_not)
+        return {k: each for k, each in result.sums.items() if k not in self._collecting}
 
     def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
         def update(state: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, PyTree]:

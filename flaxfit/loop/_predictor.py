@@ -9,12 +9,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from flaxfit.data import one_pass
 from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
-from flaxfit.data._stream import pass_length
+from flaxfit.loop._assembly import Loaded
 from flaxfit.loop._division import MIXES, Division
-from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import Padder, may_be_whole
+from flaxfit.loop._feed import feed_of_pass
+from flaxfit.loop._padding import may_be_whole
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
 from flaxfit.step._passes import MODEL
@@ -147,15 +146,17 @@ class Predictions(Iterator[tuple[Batch, Any]]):
         self, predictor: Predictor, state: PyTree, data: Data, strategy: Strategy, n: int | None
     ):
         task = predictor.task
-        stream = one_pass(data)
-        if n is None:
-            pass_length(stream, _ENDLESS)
-        is_whole = may_be_whole(task, strategy)
-        self._batches = LocalBatches(stream, strategy, task.roles.inputs_of, is_whole=is_whole)
-        self._feed: Padder | None = None
+        self._feed = feed_of_pass(
+            data,
+            n,
+            strategy,
+            task.roles.inputs_of,
+            is_whole=may_be_whole(task, strategy),
+            endless=_ENDLESS,
+        )
         self._strategy = strategy
         self._predictor = predictor
-        self._items = enumerate(itertools.islice(self._batches.pairs(), n))
+        self._loaded = enumerate(itertools.islice(self._feed, n))
         owner = f"Predictor(rngs={task.rngs})"
         self._state = strategy.share(evaluated(state, task.rngs, owner))
         self._shapes = structure_of(self._state)
@@ -178,22 +179,21 @@ class Predictions(Iterator[tuple[Batch, Any]]):
 
     def take(self) -> tuple[PyTree, PyTree] | None:
         """Returns the next item of the data and its outputs; None at the end."""
+        if not self._feed.is_decided and (first := self._feed.first()) is not None:
+            self._decide(first)
         while len(self._in_flight) <= _BATCHES_IN_FLIGHT:
-            numbered = next(self._items, None)
+            numbered = next(self._loaded, None)
             if numbered is None:
                 break
-            number, (given, item) = numbered
-            self._dispatch(number, given, item)
+            number, (item, loaded) = numbered
+            self._dispatch(number, item, loaded)
         if not self._in_flight:
             return None
         item, strategy, output, n = self._in_flight.popleft()
         rows = strategy.join(output)
-        return item, rows if n is None else self._batches.without_padding(rows, n)
+        return item, rows if n is None else self._feed.without_padding(rows, n)
 
-    def _dispatch(self, number: int, given: PyTree, item: PyTree) -> None:
-        if self._feed is None:
-            self._feed = self._padder(item)
-        loaded = self._batches.load(item, self._feed)
+    def _dispatch(self, number: int, item: PyTree, loaded: Loaded) -> None:
         portion, batch = loaded.portion, loaded.batch
         position = (np.uint32(number),) if self._predictor.task.rngs else ()
         state = self._state  # Fewer devices hold what cannot be divided by all.
@@ -202,30 +202,28 @@ class Predictions(Iterator[tuple[Batch, Any]]):
         key = (portion.strategy, portion.signature, self._shapes)
         output = self._predictor.run(portion.strategy, portion.batch, key, arguments)
         n = portion.n_examples if has_rows(portion.batch) else None
-        self._in_flight.append((given, portion.strategy, output, n))
+        self._in_flight.append((item, portion.strategy, output, n))
 
-    def _padder(self, item: PyTree) -> Padder:
-        """Makes the padder for batches like this first one."""
-        task, padder = self._predictor.task, self._batches.padder()
-        examples = self._batches.examples(item)
-        batch = padder(examples).batch._replace(targets=(), weights=None)
-        may_pad = self._batches.may_be_uneven(n_examples(examples))
+    def _decide(self, first: PyTree) -> None:
+        """Validates the model on the first batch, which decides how all are padded or split."""
+        task, feed = self._predictor.task, self._feed
+        batch, may_pad = feed.begin(first), feed.may_pad
+        feed.decide("")
+        batch = feed.padded(batch)._replace(targets=(), weights=None)
         why_not = self._predictor.check(self._strategy, self._state, batch, may_pad=may_pad)
-        if why_not:
-            return self._batches.padder(pad=False, why_not=why_not)
         # Rows that only the loss combines (`across`) do not depend on one another here.
         if not task.pad and task.across is None:
-            return self._batches.padder(pad=False, why_not="the task has pad=False")
-        return padder
+            why_not = why_not or "the task has pad=False"
+        feed.decide(why_not)
 
     def _batch(self, item: PyTree) -> Batch:
         """Returns the batch of an item, with the targets and weights that it has."""
-        item, roles = self._batches.given(item), self._predictor.task.roles
+        item, roles = self._feed.cursor.examples(item), self._predictor.task.roles
         try:
             item = roles(item)
         except ValueError:  # Its columns of targets are missing, as they may be.
             item = roles.inputs_of(item)
-        return normalize(item, is_whole=self._batches.is_whole)
+        return normalize(item, is_whole=self._feed.is_whole)
 
 
 def _check_rows(outputs: PyTree, n: int | None) -> None:

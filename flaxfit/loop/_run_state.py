@@ -155,8 +155,8 @@ class RunState:
 
         def sample() -> PyTree:
             with self.in_phase("training"):
-                loader, batch = stepper.loader, task.roles.inputs_of((input_sample,))
-                batch = loader.first_batch() if input_sample is None else batch
+                given = task.roles.inputs_of((input_sample,))
+                batch = stepper.first_batch() if input_sample is None else given
             return normalize(batch, is_whole=task.keeps_whole).inputs
 
         with eagerly(strategy), without_mesh():
@@ -222,7 +222,7 @@ class RunState:
     @property
     def input_shapes(self) -> PyTree:
         """The shapes and dtypes of the inputs of the first batch trained on; None before."""
-        batch = self._stepper.loader.shapes
+        batch = self._stepper.feed.shapes
         return None if batch is None else batch.inputs
 
     @property

@@ -18,7 +18,7 @@ def totals_of(loop):
 
 def resident_inputs_of(loop):
     """The inputs of the data that a loop keeps on the devices."""
-    return loop._stepper.loader.resident.inputs[0]
+    return loop._stepper.feed.resident.inputs[0]
 
 
 def is_holding_interrupts(loop):
