@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,13 +14,15 @@ from flaxfit.loop._collected_rows import CollectedRows, check_bounds, of_rows
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._division import examine
 from flaxfit.loop._feed import Feed, feed_of_pass
-from flaxfit.loop._padding import may_be_whole
+from flaxfit.loop._in_flight import InFlight
+from flaxfit.loop._padding import Portion, may_be_whole
 from flaxfit.loop._placed_companions import PlacedCompanions
+from flaxfit.loop._programs import Programs
+from flaxfit.loop._state_layout import StateLayout
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import averaged
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.step import _metric_totals
-from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._eval_step import evaluated, make_eval_step
 from flaxfit.step._metric_totals import compute
 from flaxfit.step._validate import inspect
@@ -104,9 +106,7 @@ class EvalLoop:
         self._forget()
 
     def _forget(self) -> None:
-        self._programs: dict[Hashable, Function] = {}
-        self._traced: dict[Hashable, PyTree] = {}
-        self._divided: dict[Hashable, str] = {}
+        self._programs = Programs()
         self._placed: PlacedCompanions | None = None
 
     @property
@@ -185,14 +185,13 @@ class EvalLoop:
         """
         data, n_steps = self._given(data), self.n_steps if n_steps is None else n_steps
         strategy, consistency = self.strategy, Consistency(self.strategy)
-        feed, n = self._pass(data, n_steps), 0
-        in_flight = deque[tuple[Strategy, PyTree, PyTree]]()
-        collected = CollectedRows(self.task.metrics)
+        programs, feed, n = self._programs, self._pass(data, n_steps), 0
+        in_flight = InFlight(strategy.devices[0].platform, len(strategy.devices))
+        collected, waiting = CollectedRows(self.task.metrics), deque[tuple[Strategy, PyTree]]()
 
-        def fetch() -> None:
-            own, totals, rows = in_flight.popleft()
-            jax.block_until_ready(totals)
-            collected.add(own.join(rows) if rows else {})
+        def collect() -> None:
+            own, rows = waiting.popleft()
+            collected.add(own.join(rows))
 
         first = feed.first()
         if first is None:
@@ -200,32 +199,37 @@ class EvalLoop:
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         state = strategy.share(self._measured(state))
         sums = self._inspect(feed, first, state, data, is_cut=n_steps is not None)
-        totals, shapes = _metric_totals.zero_totals(sums), structure_of(state)
+        totals, shapes = _metric_totals.zero_totals(sums), repr(structure_of(state))
+        layout = StateLayout(state)
+        leaves = layout.flatten(state)
         self._companions.refresh()
         companions = self._companions.arguments
         for n, (_, loaded) in enumerate(itertools.islice(feed, n_steps), 1):
             portion = loaded.portion
             if portion.strategy is not strategy:
                 strategy = portion.strategy
-                state, totals = strategy.share((state, totals))
-                companions = self._companions.moved(strategy)
+                state, totals = strategy.share((layout.unflatten(leaves), totals))
+                leaves, companions = layout.flatten(state), self._companions.moved(strategy)
             position = (np.uint32(n - 1),) if self.task.rngs else ()
-            arguments = (state, totals, *companions, *position, loaded.batch)
+            arguments = (leaves, totals, *companions, *position, loaded.arrays)
             key = (portion.signature, shapes)
-            update = self._programs.get(key)
+            update = programs.compiled.get(key)
             if update is None:
-                consistency.program(n, portion.batch)
-                with calls_explained(portion.batch.inputs, portion.batch.targets):
-                    update = self._programs[key] = self._compile(strategy, arguments)
+                with programs.compiling(consistency, portion, n):
+                    update = self._compile(layout, portion, arguments)
+                programs.compiled[key] = update
+                in_flight.expect(loaded.n_bytes)
             totals, rows = update(*arguments)
-            in_flight.append((strategy, totals, rows))
-            if len(in_flight) > 2:
-                fetch()
+            in_flight.add(totals, ())
+            if rows:
+                waiting.append((strategy, rows))
+            if len(waiting) > 2:
+                collect()
             if watch is not None:
                 watch(n)
-        consistency.end("evaluation", n, [results for _, *results in in_flight])
-        while in_flight:
-            fetch()
+        consistency.end("evaluation", n, [totals, *(rows for _, rows in waiting)])
+        while waiting:
+            collect()
         where = " in the data that was measured"
         values = compute(_metric_totals.reader(sums)(totals), self.task.metrics, where)
         return values | collected.values(values)
@@ -289,7 +293,7 @@ class EvalLoop:
         batch, whole = feed.begin(first), None if is_known else feed.whole()
         if whole is not None and not is_cut:
             check_bounds(self._collecting, whole)
-        traced = inspect(self.task, state, batch, whole, bind, self._traced)
+        traced = inspect(self.task, state, batch, whole, bind, self._programs.found)
         result = traced.shapes
         why_not = examine(
             for_all_outputs(self.task, result.outputs, batch),
@@ -297,21 +301,27 @@ class EvalLoop:
             state,
             batch,
             result,
-            self._divided,
+            self._programs.found,
             may_pad=feed.may_pad,
         )
         feed.decide(why_not)
         return {k: each for k, each in result.sums.items() if k not in self._collecting}
 
-    def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
-        def update(state: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, PyTree]:
-            bound, (*position, batch) = self._companions.bound(self.task, others)
+    def _compile(
+        self, layout: StateLayout, portion: Portion, arguments: tuple[PyTree, ...]
+    ) -> Function:
+        """Compiles `(leaves, totals, *position, arrays) -> (totals, rows)` for such batches."""
+        strategy, structure = portion.strategy, jax.tree.structure(portion.batch)
+
+        def update(leaves: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, PyTree]:
+            bound, (*position, arrays) = self._companions.bound(self.task, others)
             measure = make_eval_step(
                 bound,
                 axis_name=strategy.axis_name,
                 virtual_replicas=strategy.virtual_replicas,
             )
-            sums = measure(state, batch, *position)
+            state = layout.unflatten(leaves)
+            sums = measure(state, structure.unflatten(arrays), *position)
             rows = {name: sums.pop(name) for name in self._collecting}
             return strategy.constrain(_metric_totals.add(totals, sums), state), rows
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import jax
@@ -13,7 +13,9 @@ from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
 from flaxfit.loop._assembly import Loaded
 from flaxfit.loop._division import MIXES, Division
 from flaxfit.loop._feed import feed_of_pass
-from flaxfit.loop._padding import may_be_whole
+from flaxfit.loop._padding import Portion, may_be_whole
+from flaxfit.loop._programs import Programs
+from flaxfit.loop._state_layout import StateLayout
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
 from flaxfit.step._passes import MODEL
@@ -41,8 +43,7 @@ class Predictor:
         self._make = functools.partial(
             make_predict_step, task.apply, precision=task.precision, rngs=task.rngs
         )
-        self._programs: dict[Hashable, Function] = {}
-        self._checked: dict[Hashable, str] = {}
+        self.programs = Programs()
 
     @debugging_explained()
     @without_mesh()
@@ -83,22 +84,6 @@ class Predictor:
         """Returns an iterator over the batches and their outputs; the arguments are as above."""
         return Predictions(self, state, data, strategy, n_steps)
 
-    def run(
-        self, strategy: Strategy, batch: Batch, key: Hashable, arguments: tuple[PyTree, ...]
-    ) -> PyTree:
-        """Dispatches one batch, by the program of `key`, and returns its outputs.
-
-        Args:
-          strategy: the devices of the batch.
-          batch: the batch, before it was split.
-          key: what determines the program.
-          arguments: the state, the position in the data if there are random streams, the batch.
-        """
-        if key not in self._programs:
-            self.check(strategy, arguments[0], batch, may_pad=False)
-            self._programs[key] = self._compile(strategy, arguments)
-        return self._programs[key](*arguments)
-
     def check(self, strategy: Strategy, state: PyTree, batch: Batch, *, may_pad: bool) -> str:
         """Validates the model on a batch; returns why padding, if it may be needed, is unsafe.
 
@@ -106,8 +91,8 @@ class Predictor:
           ValueError: it combines rows, and would see a part of them, or returns no row for each
             example.
         """
-        key = (structure_of((state, batch.inputs)), strategy, may_pad)
-        if key not in self._checked:
+        key, found = (structure_of((state, batch.inputs)), strategy, may_pad), self.programs.found
+        if key not in found:
             with (
                 calls_explained(batch.inputs),
                 tracers_explained(),
@@ -119,19 +104,23 @@ class Predictor:
             if division.text or may_pad:
                 mixed, changed = division.find(state, batch, ())
                 division.check(changed)
-            self._checked[key] = MIXES if mixed else ""
-        return self._checked[key]
+            found[key] = MIXES if mixed else ""
+        return found[key]
 
     def _pass(self, state: PyTree, batch: Batch, states: PyTree, seed: PyTree) -> Pass:
         position = (seed,) if self.task.rngs else ()
         return Pass({MODEL: self._make()(state, batch, *position)})
 
-    def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
+    def compile(
+        self, layout: StateLayout, portion: Portion, arguments: tuple[PyTree, ...]
+    ) -> Function:
+        """Compiles `(leaves, *position, arrays of the inputs) -> outputs` for such batches."""
+        strategy, structure = portion.strategy, jax.tree.structure(portion.batch.inputs)
         step = self._make(axis_name=strategy.axis_name, virtual_replicas=strategy.virtual_replicas)
 
-        def predict(state: PyTree, *positioned: PyTree) -> PyTree:
-            *position, batch = positioned
-            return step(state, batch, *position)
+        def predict(leaves: PyTree, *positioned: PyTree) -> PyTree:
+            *position, arrays = positioned
+            return step(layout.unflatten(leaves), Batch(structure.unflatten(arrays)), *position)
 
         return strategy.compile_split(predict, arguments)
 
@@ -159,7 +148,9 @@ class Predictions(Iterator[tuple[Batch, Any]]):
         self._loaded = enumerate(itertools.islice(self._feed, n))
         owner = f"Predictor(rngs={task.rngs})"
         self._state = strategy.share(evaluated(state, task.rngs, owner))
-        self._shapes = structure_of(self._state)
+        self._shapes = repr(structure_of(self._state))  # A text, since a text keeps its hash.
+        self._layout = StateLayout(self._state)
+        self._leaves = self._layout.flatten(self._state)
         self._in_flight: deque[tuple[PyTree, Strategy, PyTree, int | None]] = deque()
 
     def __iter__(self) -> Self:
@@ -194,15 +185,20 @@ class Predictions(Iterator[tuple[Batch, Any]]):
         return item, rows if n is None else self._feed.without_padding(rows, n)
 
     def _dispatch(self, number: int, item: PyTree, loaded: Loaded) -> None:
-        portion, batch = loaded.portion, loaded.batch
+        portion, strategy, leaves = loaded.portion, loaded.portion.strategy, self._leaves
+        if strategy is not self._strategy:  # Fewer devices hold what cannot be divided by all.
+            leaves = self._layout.flatten(strategy.share(self._state))
         position = (np.uint32(number),) if self._predictor.task.rngs else ()
-        state = self._state  # Fewer devices hold what cannot be divided by all.
-        state = state if portion.strategy is self._strategy else portion.strategy.share(state)
-        arguments = (state, *position, batch._replace(targets=(), weights=None))
-        key = (portion.strategy, portion.signature, self._shapes)
-        output = self._predictor.run(portion.strategy, portion.batch, key, arguments)
+        n_inputs = jax.tree.structure(portion.batch.inputs).num_leaves
+        arguments = (leaves, *position, loaded.arrays[:n_inputs])
+        key, programs = (strategy, portion.signature, self._shapes), self._predictor.programs
+        program = programs.compiled.get(key)
+        if program is None:
+            self._predictor.check(strategy, self._state, portion.batch, may_pad=False)
+            program = self._predictor.compile(self._layout, portion, arguments)
+            programs.compiled[key] = program
         n = portion.n_examples if has_rows(portion.batch) else None
-        self._in_flight.append((item, portion.strategy, output, n))
+        self._in_flight.append((item, strategy, program(*arguments), n))
 
     def _decide(self, first: PyTree) -> None:
         """Validates the model on the first batch, which decides how all are padded or split."""

@@ -5,7 +5,7 @@ import math
 import jax
 
 from flaxfit.data._batch import Batch
-from flaxfit.loop._compiled_steps import build_update
+from flaxfit.loop._programs import build_update
 from flaxfit.loop._stepper import Stepper
 from flaxfit.step._companions import taking_states
 from flaxfit.step._cost import StepCost, cost_of, memory_of

@@ -4,11 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from flaxfit.data._batch import Batch
 from flaxfit.loop._assembly import Loaded
-from flaxfit.loop._compiled_steps import CompiledSteps, build_update
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._cursor import Cursor
 from flaxfit.loop._default_strategy import check_strategy
@@ -19,6 +16,7 @@ from flaxfit.loop._interrupts import Interrupts
 from flaxfit.loop._padding import may_be_whole
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._placed_state import PlacedState
+from flaxfit.loop._programs import Programs, build_update
 from flaxfit.loop._steps_per_call import StepsPerCall
 from flaxfit.loop._stopwatch import Stopwatch
 from flaxfit.loop._tally import Tally
@@ -67,9 +65,8 @@ class Stepper:
         )
         self.inspecting = Stopwatch()
         """The time of inspections of first batches."""
-        is_eager = strategy.runs_eagerly
-        self.programs = CompiledSteps(self.consistency, (lambda text: None) if is_eager else say)
-        self.inspection = Inspection(task, strategy, say)
+        self.programs = Programs() if strategy.runs_eagerly else Programs(say)
+        self.inspection = Inspection(task, strategy, self.programs.found, say)
         self.steps_per_call = StepsPerCall()
         self.tally = Tally(strategy.share)
         self._in_flight = InFlight(strategy.devices[0].platform, len(strategy.devices))
@@ -140,7 +137,6 @@ class Stepper:
         """Continues with a variant of the task, for which programs are compiled again."""
         self.task = task
         self.programs.forget()
-        self.inspection.forget()
 
     def set_norms(self, patterns: str | Sequence[str]) -> None:
         """Continues with the norms of these patterns reported."""
@@ -215,7 +211,7 @@ class Stepper:
         key = (n, portion.signature)
         update = self.programs.compiled.get(key)
         if update is None:
-            with self.programs.compiling(portion, self.step + 1):
+            with self.programs.compiling(self.consistency, portion, self.step + 1):
                 update = build_update(
                     self.task,
                     placed.layout,
@@ -226,8 +222,7 @@ class Stepper:
                     **self.step_options,
                 )
             self.programs.compiled[key] = update
-            n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
-            self._in_flight.expect(n_bytes // len(portion.strategy.devices))
+            self._in_flight.expect(loaded.n_bytes)
         placed.take_back()
         leaves, totals, placed.grads = update(*arguments)
         if not is_on_all:
