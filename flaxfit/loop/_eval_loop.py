@@ -15,7 +15,7 @@ from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._division import examine
 from flaxfit.loop._feed import Feed, feed_of_pass
 from flaxfit.loop._in_flight import InFlight
-from flaxfit.loop._padding import Portion, may_be_whole
+from flaxfit.loop._padding import Portion
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._programs import Programs
 from flaxfit.loop._state_layout import StateLayout
@@ -199,26 +199,27 @@ class EvalLoop:
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         state = strategy.share(self._measured(state))
         sums = self._inspect(feed, first, state, data, is_cut=n_steps is not None)
-        totals, shapes = _metric_totals.zero_totals(sums), repr(structure_of(state))
+        totals, shapes = _metric_totals.zero_totals(sums), structure_of(state)
         layout = StateLayout(state)
         leaves = layout.flatten(state)
         self._companions.refresh()
-        companions = self._companions.arguments
+        companions, latest, update = self._companions.arguments, None, None
         for n, (_, loaded) in enumerate(itertools.islice(feed, n_steps), 1):
             portion = loaded.portion
-            if portion.strategy is not strategy:
-                strategy = portion.strategy
-                state, totals = strategy.share((layout.unflatten(leaves), totals))
-                leaves, companions = layout.flatten(state), self._companions.moved(strategy)
+            if portion is not latest:  # Batches like the one before share its portion.
+                latest = portion
+                update = programs.compiled.get((portion.signature, shapes))
+                in_flight.expect(loaded.n_bytes)
+                if portion.strategy is not strategy:
+                    strategy = portion.strategy
+                    state, totals = strategy.share((state, totals))
+                    leaves, companions = layout.flatten(state), self._companions.moved(strategy)
             position = (np.uint32(n - 1),) if self.task.rngs else ()
             arguments = (leaves, totals, *companions, *position, loaded.arrays)
-            key = (portion.signature, shapes)
-            update = programs.compiled.get(key)
             if update is None:
                 with programs.compiling(consistency, portion, n):
                     update = self._compile(layout, portion, arguments)
-                programs.compiled[key] = update
-                in_flight.expect(loaded.n_bytes)
+                programs.compiled[portion.signature, shapes] = update
             totals, rows = update(*arguments)
             in_flight.add(totals, ())
             if rows:
@@ -273,11 +274,9 @@ class EvalLoop:
 
     def _pass(self, data: Data, n_steps: int | None) -> Feed:
         """Returns the batches of one pass over the data, of which `n_steps` are measured."""
-        roles, is_whole = self.task.roles, may_be_whole(self.task, self.strategy)
+        roles = self.task.roles
         data = roles.of_data_set(data)
-        return feed_of_pass(
-            data, n_steps, self.strategy, roles, is_whole=is_whole, endless=_ENDLESS
-        )
+        return feed_of_pass(data, n_steps, self.task, self.strategy, roles, endless=_ENDLESS)
 
     def _measured(self, state: PyTree) -> PyTree:
         """Returns the part of a state that is measured."""

@@ -14,9 +14,10 @@ from flaxfit.data._stream import pass_length
 from flaxfit.loop._assembly import Assembler, Loaded
 from flaxfit.loop._cursor import Cursor
 from flaxfit.loop._local_rows import check_divided, knows_rows, local_examples, local_rows
-from flaxfit.loop._padding import Padder, Portion
+from flaxfit.loop._padding import Padder, Portion, may_be_whole
 from flaxfit.step._validate import check_weights_of
 from flaxfit.strategies import Strategy
+from flaxfit.task._task import EvalTask
 from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import Data, PyTree
 
@@ -248,29 +249,21 @@ class Feed:
 def feed_of_pass(
     data: Data,
     n_steps: int | None,
+    task: EvalTask,
     strategy: Strategy,
     form: Callable[[PyTree], PyTree],
     *,
-    is_whole: bool,
     endless: str,
 ) -> Feed:
-    """Makes the feed of one pass over data, for evaluation.
-
-    Args:
-      data: anything that `as_stream` takes.
-      n_steps: how many of its batches are wanted; None: all.
-      strategy: the devices.
-      form: brings an item with columns into the form of a batch.
-      is_whole: whether a batch may be any pytree.
-      endless: what to do about data without an end, for the error.
+    """Makes the feed of one pass over data, of which `n_steps` batches are taken; None: all.
 
     Raises:
-      ValueError: all batches are wanted of data without an end.
+      ValueError: all are taken of data without an end; `endless` says what to do about it.
     """
     stream = one_pass(data)
     if n_steps is None:
         pass_length(stream, endless)
-    feed = Feed(strategy, form, is_whole=is_whole)
+    feed = Feed(strategy, form, is_whole=may_be_whole(task, strategy))
     feed.take_from(Cursor(stream, is_trained_on=False))
     return feed
 

@@ -4,16 +4,14 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Self
 
 import jax
 import numpy as np
 
 from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
-from flaxfit.loop._assembly import Loaded
 from flaxfit.loop._division import MIXES, Division
-from flaxfit.loop._feed import feed_of_pass
-from flaxfit.loop._padding import Portion, may_be_whole
+from flaxfit.loop._feed import Feed, feed_of_pass
+from flaxfit.loop._padding import Portion
 from flaxfit.loop._programs import Programs
 from flaxfit.loop._state_layout import StateLayout
 from flaxfit.step._error_messages import calls_explained, tracers_explained
@@ -69,9 +67,9 @@ class Predictor:
           ValueError: the data holds no batches, or the outputs of its batches have different
             shapes.
         """
-        found, outputs = self.over(state, data, strategy, n_steps=n_steps), []
-        while (each := found.take()) is not None:
-            outputs.append(each[1])
+        outputs = []
+        for _, rows in self._begin(state, data, strategy, n_steps)[1]:
+            outputs.append(rows)
             if watch is not None:
                 watch(len(outputs))
         if not outputs:
@@ -80,9 +78,87 @@ class Predictor:
 
     def over(
         self, state: PyTree, data: Data, strategy: Strategy, *, n_steps: int | None = None
-    ) -> "Predictions":
+    ) -> Iterator[tuple[Batch, PyTree]]:
         """Returns an iterator over the batches and their outputs; the arguments are as above."""
-        return Predictions(self, state, data, strategy, n_steps)
+        feed, results = self._begin(state, data, strategy, n_steps)
+
+        @debugging_explained()
+        @without_mesh()
+        def take() -> tuple[Batch, PyTree] | None:
+            found = next(results, None)
+            return None if found is None else (self._batch(feed, found[0]), found[1])
+
+        return iter(take, None)
+
+    def _batch(self, feed: Feed, item: PyTree) -> Batch:
+        """Returns the batch of an item, with the targets and weights that it has."""
+        item, roles = feed.cursor.examples(item), self.task.roles
+        try:
+            item = roles(item)
+        except ValueError:  # Its columns of targets are missing, as they may be.
+            item = roles.inputs_of(item)
+        return normalize(item, is_whole=feed.is_whole)
+
+    def _begin(
+        self, state: PyTree, data: Data, strategy: Strategy, n_steps: int | None
+    ) -> tuple[Feed, Iterator[tuple[PyTree, PyTree]]]:
+        """Returns the feed of one pass, and an iterator over its items and their outputs."""
+        task = self.task
+        feed = feed_of_pass(data, n_steps, task, strategy, task.roles.inputs_of, endless=_ENDLESS)
+        state = strategy.share(evaluated(state, task.rngs, f"Predictor(rngs={task.rngs})"))
+        return feed, self._results(feed, state, strategy, n_steps)
+
+    def _results(
+        self, feed: Feed, state: PyTree, strategy: Strategy, n_steps: int | None
+    ) -> Iterator[tuple[PyTree, PyTree]]:
+        """Yields items and the outputs for them, unpadded; reads a few items ahead."""
+        first = feed.first()
+        if first is None:
+            return
+        self._decide(feed, state, strategy, first)
+        layout, shapes = StateLayout(state), structure_of(state)
+        leaves = layout.flatten(state)
+        latest = program = n_cut = None
+        n_inputs, in_flight = 0, deque[tuple[PyTree, Strategy, PyTree, int | None]]()
+
+        def finish() -> tuple[PyTree, PyTree]:
+            item, strategy, output, n_cut = in_flight.popleft()
+            rows = strategy.join(output)
+            return item, rows if n_cut is None else feed.without_padding(rows, n_cut)
+
+        for number, (item, loaded) in enumerate(itertools.islice(feed, n_steps)):
+            portion, batch = loaded.portion, loaded.portion.batch
+            if portion is not latest:  # Batches like the one before share its portion.
+                latest = portion
+                if portion.strategy is not strategy:  # A rest may take fewer devices.
+                    strategy = portion.strategy
+                    leaves = layout.flatten(strategy.share(state))
+                program = self.programs.compiled.get((strategy, portion.signature, shapes))
+                n_inputs = jax.tree.structure(batch.inputs).num_leaves
+                may_cut = strategy.n_processes > 1 or n_examples(batch) != portion.n_examples
+                n_cut = portion.n_examples if may_cut and has_rows(batch) else None
+            position = (np.uint32(number),) if self.task.rngs else ()
+            arguments = (leaves, *position, loaded.arrays[:n_inputs])
+            if program is None:
+                self.check(strategy, state, batch, may_pad=False)
+                program = self._compile(layout, portion, arguments)
+                self.programs.compiled[strategy, portion.signature, shapes] = program
+            in_flight.append((item, strategy, program(*arguments), n_cut))
+            if len(in_flight) > _BATCHES_IN_FLIGHT:
+                yield finish()
+        while in_flight:
+            yield finish()
+
+    def _decide(self, feed: Feed, state: PyTree, strategy: Strategy, first: PyTree) -> None:
+        """Validates the model on the first batch, which decides how all are padded or split."""
+        batch, may_pad = feed.begin(first), feed.may_pad
+        feed.decide("")
+        batch = feed.padded(batch)._replace(targets=(), weights=None)
+        why_not = self.check(strategy, state, batch, may_pad=may_pad)
+        # Rows that only the loss combines (`across`) do not depend on one another here.
+        if not self.task.pad and self.task.across is None:
+            why_not = why_not or "the task has pad=False"
+        feed.decide(why_not)
 
     def check(self, strategy: Strategy, state: PyTree, batch: Batch, *, may_pad: bool) -> str:
         """Validates the model on a batch; returns why padding, if it may be needed, is unsafe.
@@ -111,7 +187,7 @@ class Predictor:
         position = (seed,) if self.task.rngs else ()
         return Pass({MODEL: self._make()(state, batch, *position)})
 
-    def compile(
+    def _compile(
         self, layout: StateLayout, portion: Portion, arguments: tuple[PyTree, ...]
     ) -> Function:
         """Compiles `(leaves, *position, arrays of the inputs) -> outputs` for such batches."""
@@ -123,103 +199,6 @@ class Predictor:
             return step(layout.unflatten(leaves), Batch(structure.unflatten(arrays)), *position)
 
         return strategy.compile_split(predict, arguments)
-
-
-class Predictions(Iterator[tuple[Batch, Any]]):
-    """Iterates over the batches of one pass and the outputs of the model for them, unpadded.
-
-    A few batches are read ahead of the one that is returned.
-    """
-
-    def __init__(
-        self, predictor: Predictor, state: PyTree, data: Data, strategy: Strategy, n: int | None
-    ):
-        task = predictor.task
-        self._feed = feed_of_pass(
-            data,
-            n,
-            strategy,
-            task.roles.inputs_of,
-            is_whole=may_be_whole(task, strategy),
-            endless=_ENDLESS,
-        )
-        self._strategy = strategy
-        self._predictor = predictor
-        self._loaded = enumerate(itertools.islice(self._feed, n))
-        owner = f"Predictor(rngs={task.rngs})"
-        self._state = strategy.share(evaluated(state, task.rngs, owner))
-        self._shapes = repr(structure_of(self._state))  # A text, since a text keeps its hash.
-        self._layout = StateLayout(self._state)
-        self._leaves = self._layout.flatten(self._state)
-        self._in_flight: deque[tuple[PyTree, Strategy, PyTree, int | None]] = deque()
-
-    def __iter__(self) -> Self:
-        return self
-
-    @debugging_explained()
-    @without_mesh()
-    def _next(self) -> tuple[Batch, PyTree] | None:
-        found = self.take()
-        return None if found is None else (self._batch(found[0]), found[1])
-
-    def __next__(self) -> tuple[Batch, PyTree]:
-        found = self._next()
-        if found is None:
-            raise StopIteration
-        return found
-
-    def take(self) -> tuple[PyTree, PyTree] | None:
-        """Returns the next item of the data and its outputs; None at the end."""
-        if not self._feed.is_decided and (first := self._feed.first()) is not None:
-            self._decide(first)
-        while len(self._in_flight) <= _BATCHES_IN_FLIGHT:
-            numbered = next(self._loaded, None)
-            if numbered is None:
-                break
-            number, (item, loaded) = numbered
-            self._dispatch(number, item, loaded)
-        if not self._in_flight:
-            return None
-        item, strategy, output, n = self._in_flight.popleft()
-        rows = strategy.join(output)
-        return item, rows if n is None else self._feed.without_padding(rows, n)
-
-    def _dispatch(self, number: int, item: PyTree, loaded: Loaded) -> None:
-        portion, strategy, leaves = loaded.portion, loaded.portion.strategy, self._leaves
-        if strategy is not self._strategy:  # Fewer devices hold what cannot be divided by all.
-            leaves = self._layout.flatten(strategy.share(self._state))
-        position = (np.uint32(number),) if self._predictor.task.rngs else ()
-        n_inputs = jax.tree.structure(portion.batch.inputs).num_leaves
-        arguments = (leaves, *position, loaded.arrays[:n_inputs])
-        key, programs = (strategy, portion.signature, self._shapes), self._predictor.programs
-        program = programs.compiled.get(key)
-        if program is None:
-            self._predictor.check(strategy, self._state, portion.batch, may_pad=False)
-            program = self._predictor.compile(self._layout, portion, arguments)
-            programs.compiled[key] = program
-        n = portion.n_examples if has_rows(portion.batch) else None
-        self._in_flight.append((item, strategy, program(*arguments), n))
-
-    def _decide(self, first: PyTree) -> None:
-        """Validates the model on the first batch, which decides how all are padded or split."""
-        task, feed = self._predictor.task, self._feed
-        batch, may_pad = feed.begin(first), feed.may_pad
-        feed.decide("")
-        batch = feed.padded(batch)._replace(targets=(), weights=None)
-        why_not = self._predictor.check(self._strategy, self._state, batch, may_pad=may_pad)
-        # Rows that only the loss combines (`across`) do not depend on one another here.
-        if not task.pad and task.across is None:
-            why_not = why_not or "the task has pad=False"
-        feed.decide(why_not)
-
-    def _batch(self, item: PyTree) -> Batch:
-        """Returns the batch of an item, with the targets and weights that it has."""
-        item, roles = self._feed.cursor.examples(item), self._predictor.task.roles
-        try:
-            item = roles(item)
-        except ValueError:  # Its columns of targets are missing, as they may be.
-            item = roles.inputs_of(item)
-        return normalize(item, is_whole=self._feed.is_whole)
 
 
 def _check_rows(outputs: PyTree, n: int | None) -> None:
