@@ -228,6 +228,8 @@ class ArrayStream:
 def _own_slice(rows: slice) -> slice:
     """The part of a batch that this process takes."""
     n, size = process_count(), rows.stop - rows.start
+    if n == 1:
+        return rows
     if size % n:
         raise ValueError(
             f"Cannot divide a batch of {size} examples evenly among {n} processes. Pass the "

@@ -24,6 +24,11 @@ class Loaded(NamedTuple):
     """The number of examples in all, without padding."""
 
     @property
+    def n_bytes(self) -> int:
+        """The bytes that they take on each device."""
+        return sum(x.nbytes for x in self.arrays) // len(self.portion.strategy.devices)
+
+    @property
     def batch(self) -> Batch:
         """The arrays as a batch."""
         return jax.tree.structure(self.portion.batch).unflatten(self.arrays)

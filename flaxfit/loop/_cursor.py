@@ -9,7 +9,6 @@ import numpy as np
 from flaxfit.data import ArrayStream, as_stream
 from flaxfit.data._batch import detached
 from flaxfit.data._prefetch import PrefetchedStream
-from flaxfit.data._roles import NO_ROLES, Roles
 from flaxfit.loop._local_rows import knows_rows
 from flaxfit.tree._types import Data, Json, PyTree
 
@@ -18,18 +17,17 @@ class Cursor:
     """Fetches batches, and knows the position behind the last one that was trained on.
 
     A fetched item stays until `stepped` commits it, so a failure in between loses none. `data` is
-    what `as_stream` takes, or None. Items with columns are brought into form by their `roles`.
+    what `as_stream` takes, or None.
     """
 
-    def __init__(self, data: Data, roles: Roles = NO_ROLES):
-        self._roles = roles
+    def __init__(self, data: Data, *, is_trained_on: bool = True):
         self.has_data = data is not None
-        self.stream: Any = as_stream(roles.of_data_set(data)) if self.has_data else iter(())
-        self.gathers: bool = getattr(self.stream, "resident", False)
+        self.stream: Any = as_stream(data) if self.has_data else iter(())
+        self.gathers: bool = is_trained_on and getattr(self.stream, "resident", False)
         """Whether the data is resident: placed on the devices, which gather batches there."""
         self.takes_rows = self.gathers or knows_rows(self.stream)
         """Whether fetched items are indices of rows, not examples."""
-        self._is_own = type(self.stream) is ArrayStream
+        self._is_own = is_trained_on and type(self.stream) is ArrayStream
         """Whether no method of the stream is the user's own."""
         self._makes_arrays = self._is_own or type(self.stream) is PrefetchedStream
         """Whether the arrays of a batch are new ones, or views of the user's."""
@@ -107,12 +105,11 @@ class Cursor:
 
     def examples(self, item: PyTree) -> PyTree:
         """Returns the batch of a fetched item."""
-        return self._roles(self.stream.pick(item)) if self.takes_rows else item
+        return self.stream.pick(item) if self.takes_rows else item
 
     def whole(self) -> PyTree:
         """Returns all examples as one batch; None if the stream cannot give them."""
-        whole = self.stream.whole() if hasattr(self.stream, "whole") else None
-        return None if whole is None else self._roles(whole)
+        return self.stream.whole() if hasattr(self.stream, "whole") else None
 
     def _next(self) -> PyTree:
         if self.takes_rows:
@@ -120,7 +117,7 @@ class Cursor:
         item = next(self.stream)
         if self._makes_arrays:
             _make_read_only(item)
-        return self._roles(item)
+        return item
 
 
 def _make_read_only(item: PyTree) -> None:

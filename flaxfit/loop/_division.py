@@ -5,7 +5,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def examine(
     state: PyTree,
     batch: Batch,
     result: ForwardPass,
-    known: dict[Hashable, str],
+    known: dict[Hashable, Any],
     *,
     may_pad: bool,
 ) -> str:

@@ -2,27 +2,27 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import numpy as np
 
-from flaxfit.data import as_stream, one_pass
-from flaxfit.data._batch import Batch, n_examples, normalize
-from flaxfit.data._stream import pass_length
+from flaxfit.data import as_stream
 from flaxfit.loop._collected_rows import CollectedRows, check_bounds, of_rows
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._division import examine
-from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import Padder, may_be_whole
+from flaxfit.loop._feed import Feed, feed_of_pass
+from flaxfit.loop._in_flight import InFlight
+from flaxfit.loop._padding import Portion
 from flaxfit.loop._placed_companions import PlacedCompanions
+from flaxfit.loop._programs import Programs
+from flaxfit.loop._state_layout import StateLayout
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import averaged
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.step import _metric_totals
-from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._eval_step import evaluated, make_eval_step
 from flaxfit.step._metric_totals import compute
 from flaxfit.step._validate import inspect
@@ -106,9 +106,7 @@ class EvalLoop:
         self._forget()
 
     def _forget(self) -> None:
-        self._programs: dict[Hashable, Function] = {}
-        self._traced: dict[Hashable, PyTree] = {}
-        self._divided: dict[Hashable, str] = {}
+        self._programs = Programs()
         self._placed: PlacedCompanions | None = None
 
     @property
@@ -127,7 +125,8 @@ class EvalLoop:
         if not self._is_given and self._strategy is not loop.strategy:
             self._strategy = loop.strategy
             self._forget()
-        self._starters = loop.on.before_validation
+        observers = getattr(loop, "on", None)  # A `Model` that evaluates has none.
+        self._starters = () if observers is None else observers.before_validation
         own, is_in_place = self.task.companions, self._strategy is loop.strategy
         if own and is_in_place and are_same(own, loop.task.companions):
             self._placed = loop._companions
@@ -187,53 +186,52 @@ class EvalLoop:
         """
         data, n_steps = self._given(data), self.n_steps if n_steps is None else n_steps
         strategy, consistency = self.strategy, Consistency(self.strategy)
-        batches, in_flight, n = (
-            self._pass(data, n_steps),
-            deque[tuple[Strategy, PyTree, PyTree]](),
-            0,
-        )
-        collected = CollectedRows(self.task.metrics)
+        programs, feed, n = self._programs, self._pass(data, n_steps), 0
+        in_flight = InFlight(strategy.devices[0].platform, len(strategy.devices))
+        collected, waiting = CollectedRows(self.task.metrics), deque[tuple[Strategy, PyTree]]()
 
-        def fetch() -> None:
-            own, totals, rows = in_flight.popleft()
-            jax.block_until_ready(totals)
-            collected.add(own.join(rows) if rows else {})
+        def collect() -> None:
+            own, rows = waiting.popleft()
+            collected.add(own.join(rows))
 
-        items = itertools.islice(batches, n_steps)
-        first = [*itertools.islice(items, 1)]
-        if not first:
+        first = feed.first()
+        if first is None:
             consistency.end("evaluation", n, ())
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         state = strategy.share(self._measured(state))
-        is_cut = n_steps is not None
-        feed, sums = self._inspect(batches.examples(first[0]), state, batches, data, is_cut)
+        sums = self._inspect(feed, first, state, data, is_cut=n_steps is not None)
         totals, shapes = _metric_totals.zero_totals(sums), structure_of(state)
+        layout = StateLayout(state)
+        leaves = layout.flatten(state)
         self._companions.refresh()
-        companions = self._companions.arguments
-        for n, item in enumerate(itertools.chain(first, items), 1):
-            loaded = batches.load(item, feed)
+        companions, latest, update = self._companions.arguments, None, None
+        for n, (_, loaded) in enumerate(itertools.islice(feed, n_steps), 1):
             portion = loaded.portion
-            if portion.strategy is not strategy:
-                strategy = portion.strategy
-                state, totals = strategy.share((state, totals))
-                companions = self._companions.moved(strategy)
+            if portion is not latest:  # Batches like the one before share its portion.
+                latest = portion
+                update = programs.compiled.get((portion.signature, shapes))
+                in_flight.expect(loaded.n_bytes)
+                if portion.strategy is not strategy:
+                    strategy = portion.strategy
+                    state, totals = strategy.share((state, totals))
+                    leaves, companions = layout.flatten(state), self._companions.moved(strategy)
             position = (np.uint32(n - 1),) if self.task.rngs else ()
-            arguments = (state, totals, *companions, *position, loaded.batch)
-            key = (portion.signature, shapes)
-            update = self._programs.get(key)
+            arguments = (leaves, totals, *companions, *position, loaded.arrays)
             if update is None:
-                consistency.program(n, portion.batch)
-                with calls_explained(portion.batch.inputs, portion.batch.targets):
-                    update = self._programs[key] = self._compile(strategy, arguments)
+                with programs.compiling(consistency, portion, n):
+                    update = self._compile(layout, portion, arguments)
+                programs.compiled[portion.signature, shapes] = update
             totals, rows = update(*arguments)
-            in_flight.append((strategy, totals, rows))
-            if len(in_flight) > 2:
-                fetch()
+            in_flight.add(totals, ())
+            if rows:
+                waiting.append((strategy, rows))
+            if len(waiting) > 2:
+                collect()
             if watch is not None:
                 watch(n)
-        consistency.end("evaluation", n, [results for _, *results in in_flight])
-        while in_flight:
-            fetch()
+        consistency.end("evaluation", n, [totals, *(rows for _, rows in waiting)])
+        while waiting:
+            collect()
         where = " in the data that was measured"
         values = compute(_metric_totals.reader(sums)(totals), self.task.metrics, where)
         return values | collected.values(values)
@@ -259,12 +257,12 @@ class EvalLoop:
           ValueError: labels, weights or the shape of the loss are invalid.
         """
         data, n_steps = self._given(data), self.n_steps if n_steps is None else n_steps
-        batches, is_cut = self._pass(data, n_steps), n_steps is not None
+        feed = self._pass(data, n_steps)
         with in_phase("training"):
-            item = next(iter(batches), None)
-        if item is not None:
+            first = feed.first()
+        if first is not None:
             with in_phase("preparing"):
-                self._inspect(batches.examples(item), self._measured(state), batches, data, is_cut)
+                self._inspect(feed, first, self._measured(state), data, is_cut=n_steps is not None)
 
     def _given(self, data: Data) -> Data:
         """Returns the data to measure on: that of the task, if no other is given."""
@@ -275,17 +273,11 @@ class EvalLoop:
             )
         return self._data if data is None else data
 
-    def _pass(self, data: Data, n_steps: int | None) -> LocalBatches:
+    def _pass(self, data: Data, n_steps: int | None) -> Feed:
         """Returns the batches of one pass over the data, of which `n_steps` are measured."""
-        stream = one_pass(self.task.roles.of_data_set(data))
-        if n_steps is None:
-            pass_length(stream, _ENDLESS)
-        return LocalBatches(
-            stream,
-            self.strategy,
-            self.task.roles,
-            is_whole=may_be_whole(self.task, self.strategy),
-        )
+        roles = self.task.roles
+        data = roles.of_data_set(data)
+        return feed_of_pass(data, n_steps, self.task, self.strategy, roles, endless=_ENDLESS)
 
     def _measured(self, state: PyTree) -> PyTree:
         """Returns the part of a state that is measured."""
@@ -293,16 +285,15 @@ class EvalLoop:
         return evaluated(state, self.task.rngs, f"EvalTask(rngs={self.task.rngs})")
 
     def _inspect(
-        self, batch: Batch, state: PyTree, batches: LocalBatches, data: Data, is_cut: bool
-    ) -> tuple[Padder, Sums]:
-        """Validates the first batch; returns the padder of all, and the shapes of their sums."""
+        self, feed: Feed, first: PyTree, state: PyTree, data: Data, *, is_cut: bool
+    ) -> Sums:
+        """Validates the first batch, for the feed of all; returns the shapes of their sums."""
         bind = self.strategy.bind
         is_known, self._checked = data is self._checked, data
-        whole = None if is_known else batches.whole()
-        whole = None if whole is None else normalize(whole)
+        batch, whole = feed.begin(first), None if is_known else feed.whole()
         if whole is not None and not is_cut:
             check_bounds(self._collecting, whole)
-        traced = inspect(self.task, state, batch, whole, bind, self._traced)
+        traced = inspect(self.task, state, batch, whole, bind, self._programs.found)
         result = traced.shapes
         why_not = examine(
             for_all_outputs(self.task, result.outputs, batch),
@@ -310,21 +301,27 @@ class EvalLoop:
             state,
             batch,
             result,
-            self._divided,
-            may_pad=batches.may_be_uneven(n_examples(batch)),
+            self._programs.found,
+            may_pad=feed.may_pad,
         )
-        feed = batches.padder(pad=not why_not, why_not=why_not)
-        return feed, {k: each for k, each in result.sums.items() if k not in self._collecting}
+        feed.decide(why_not)
+        return {k: each for k, each in result.sums.items() if k not in self._collecting}
 
-    def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
-        def update(state: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, PyTree]:
-            bound, (*position, batch) = self._companions.bound(self.task, others)
+    def _compile(
+        self, layout: StateLayout, portion: Portion, arguments: tuple[PyTree, ...]
+    ) -> Function:
+        """Compiles `(leaves, totals, *position, arrays) -> (totals, rows)` for such batches."""
+        strategy, structure = portion.strategy, jax.tree.structure(portion.batch)
+
+        def update(leaves: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, PyTree]:
+            bound, (*position, arrays) = self._companions.bound(self.task, others)
             measure = make_eval_step(
                 bound,
                 axis_name=strategy.axis_name,
                 virtual_replicas=strategy.virtual_replicas,
             )
-            sums = measure(state, batch, *position)
+            state = layout.unflatten(leaves)
+            sums = measure(state, structure.unflatten(arrays), *position)
             rows = {name: sums.pop(name) for name in self._collecting}
             return strategy.constrain(_metric_totals.add(totals, sums), state), rows
 

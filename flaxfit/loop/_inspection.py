@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import jax
 
@@ -12,7 +13,7 @@ from flaxfit.state._train_state import TrainState
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._scan import make_step
 from flaxfit.step._train_step import more_sums
-from flaxfit.step._validate import Traced, inspect, inspect_step, trace
+from flaxfit.step._validate import inspect, inspect_step, trace
 from flaxfit.strategies import Strategy
 from flaxfit.task._one_for_all import for_all_outputs
 from flaxfit.task._task import TrainTask
@@ -21,36 +22,37 @@ from flaxfit.tree._types import Sums
 
 
 class Inspection:
-    """Validates first batches, and remembers what it has said and traced.
+    """Validates first batches, and remembers what it has said.
 
     Args:
       task: the task to train.
       strategy: the strategy of the loop.
+      found: what was found out before; see `Programs`.
       say: prints a hint for the user.
     """
 
-    def __init__(self, task: TrainTask, strategy: Strategy, say: Callable[[str], None]):
+    def __init__(
+        self,
+        task: TrainTask,
+        strategy: Strategy,
+        found: dict[Hashable, Any],
+        say: Callable[[str], None],
+    ):
         self._strategy, self._bind, self._say = strategy, strategy.bind, say
         self._n_devices = len(strategy.devices)
-        self._traced: dict[Hashable, Traced] = {}
-        self._divided: dict[Hashable, str] = {}
+        self._found = found
         self._said: set[str] = set()
         # XLA has its fast convolutions of a CPU outside of loops only. Virtual replicas and
         # microbatches are loops themselves.
         is_on_cpu = strategy.devices[0].platform == "cpu"
         is_flat = strategy.virtual_replicas is None and task.accumulate == 1
         self._may_be_slow = is_on_cpu and is_flat and not strategy.runs_eagerly
-        self._is_slow: dict[Hashable, bool] = {}
         self.is_slow_in_loops = False
         """Whether several steps in one program would be much slower than one by one."""
         self.work = math.inf
         """An estimate of the arithmetic operations of a step, on all devices together."""
         self.loss_has_weights = False
         """Whether the loss returns weights with its values."""
-
-    def forget(self) -> None:
-        """Forgets what was traced."""
-        self._traced, self._divided, self._is_slow = {}, {}, {}
 
     def __call__(
         self,
@@ -73,7 +75,7 @@ class Inspection:
             self.work = traced.n_operations
         else:
             traced = inspect(
-                task, state, batch, data, self._bind, self._traced, is_resumed=is_resumed
+                task, state, batch, data, self._bind, self._found, is_resumed=is_resumed
             )
             result = traced.shapes
             self.loss_has_weights = result.weights is not None
@@ -83,7 +85,7 @@ class Inspection:
             sums = result.sums | more_sums(task, result, grad_norm=grad_norm)
             given = for_all_outputs(task, result.outputs, batch)
             why_not = examine(
-                given, self._strategy, state, batch, result, self._divided, may_pad=may_pad
+                given, self._strategy, state, batch, result, self._found, may_pad=may_pad
             )
             # The gradient takes twice as much again, and an optimizer some for each parameter.
             n_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
@@ -95,13 +97,12 @@ class Inspection:
         """Finds out whether steps of the user's own on such a batch are slow in a loop."""
         if not self._may_be_slow:
             return
-        found = self._is_slow.get(portion.signature)
-        if found is None:
+        if portion.signature not in self._found:
             step, batch = self._bind(make_step(task)), portion.batch
             with calls_explained(batch.inputs, batch.targets):
                 traced = trace(step, shapes_of(state), shapes_of(batch))
-            found = self._is_slow[portion.signature] = traced.has_convolutions
-        self.is_slow_in_loops = found
+            self._found[portion.signature] = traced.has_convolutions
+        self.is_slow_in_loops = self._found[portion.signature]
 
     def say_slow(self) -> None:
         """Says once that several steps are not taken in one program."""

@@ -3,18 +3,17 @@
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 
-from flaxfit.data import one_pass
 from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
-from flaxfit.data._stream import pass_length
 from flaxfit.loop._division import MIXES, Division
-from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import Padder, may_be_whole
+from flaxfit.loop._feed import Feed, feed_of_pass
+from flaxfit.loop._padding import Portion
+from flaxfit.loop._programs import Programs
+from flaxfit.loop._state_layout import StateLayout
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
 from flaxfit.step._passes import MODEL
@@ -42,8 +41,7 @@ class Predictor:
         self._make = functools.partial(
             make_predict_step, task.apply, precision=task.precision, rngs=task.rngs
         )
-        self._programs: dict[Hashable, Function] = {}
-        self._checked: dict[Hashable, str] = {}
+        self.programs = Programs()
 
     @debugging_explained()
     @without_mesh()
@@ -69,9 +67,9 @@ class Predictor:
           ValueError: the data holds no batches, or the outputs of its batches have different
             shapes.
         """
-        found, outputs = self.over(state, data, strategy, n_steps=n_steps), []
-        while (each := found.take()) is not None:
-            outputs.append(each[1])
+        outputs = []
+        for _, rows in self._begin(state, data, strategy, n_steps)[1]:
+            outputs.append(rows)
             if watch is not None:
                 watch(len(outputs))
         if not outputs:
@@ -80,25 +78,87 @@ class Predictor:
 
     def over(
         self, state: PyTree, data: Data, strategy: Strategy, *, n_steps: int | None = None
-    ) -> "Predictions":
+    ) -> Iterator[tuple[Batch, PyTree]]:
         """Returns an iterator over the batches and their outputs; the arguments are as above."""
-        return Predictions(self, state, data, strategy, n_steps)
+        feed, results = self._begin(state, data, strategy, n_steps)
 
-    def run(
-        self, strategy: Strategy, batch: Batch, key: Hashable, arguments: tuple[PyTree, ...]
-    ) -> PyTree:
-        """Dispatches one batch, by the program of `key`, and returns its outputs.
+        @debugging_explained()
+        @without_mesh()
+        def take() -> tuple[Batch, PyTree] | None:
+            found = next(results, None)
+            return None if found is None else (self._batch(feed, found[0]), found[1])
 
-        Args:
-          strategy: the devices of the batch.
-          batch: the batch, before it was split.
-          key: what determines the program.
-          arguments: the state, the position in the data if there are random streams, the batch.
-        """
-        if key not in self._programs:
-            self.check(strategy, arguments[0], batch, may_pad=False)
-            self._programs[key] = self._compile(strategy, arguments)
-        return self._programs[key](*arguments)
+        return iter(take, None)
+
+    def _batch(self, feed: Feed, item: PyTree) -> Batch:
+        """Returns the batch of an item, with the targets and weights that it has."""
+        item, roles = feed.cursor.examples(item), self.task.roles
+        try:
+            item = roles(item)
+        except ValueError:  # Its columns of targets are missing, as they may be.
+            item = roles.inputs_of(item)
+        return normalize(item, is_whole=feed.is_whole)
+
+    def _begin(
+        self, state: PyTree, data: Data, strategy: Strategy, n_steps: int | None
+    ) -> tuple[Feed, Iterator[tuple[PyTree, PyTree]]]:
+        """Returns the feed of one pass, and an iterator over its items and their outputs."""
+        task = self.task
+        feed = feed_of_pass(data, n_steps, task, strategy, task.roles.inputs_of, endless=_ENDLESS)
+        state = strategy.share(evaluated(state, task.rngs, f"Predictor(rngs={task.rngs})"))
+        return feed, self._results(feed, state, strategy, n_steps)
+
+    def _results(
+        self, feed: Feed, state: PyTree, strategy: Strategy, n_steps: int | None
+    ) -> Iterator[tuple[PyTree, PyTree]]:
+        """Yields items and the outputs for them, unpadded; reads a few items ahead."""
+        first = feed.first()
+        if first is None:
+            return
+        self._decide(feed, state, strategy, first)
+        layout, shapes = StateLayout(state), structure_of(state)
+        leaves = layout.flatten(state)
+        latest = program = n_cut = None
+        n_inputs, in_flight = 0, deque[tuple[PyTree, Strategy, PyTree, int | None]]()
+
+        def finish() -> tuple[PyTree, PyTree]:
+            item, strategy, output, n_cut = in_flight.popleft()
+            rows = strategy.join(output)
+            return item, rows if n_cut is None else feed.without_padding(rows, n_cut)
+
+        for number, (item, loaded) in enumerate(itertools.islice(feed, n_steps)):
+            portion, batch = loaded.portion, loaded.portion.batch
+            if portion is not latest:  # Batches like the one before share its portion.
+                latest = portion
+                if portion.strategy is not strategy:  # A rest may take fewer devices.
+                    strategy = portion.strategy
+                    leaves = layout.flatten(strategy.share(state))
+                program = self.programs.compiled.get((strategy, portion.signature, shapes))
+                n_inputs = jax.tree.structure(batch.inputs).num_leaves
+                may_cut = strategy.n_processes > 1 or n_examples(batch) != portion.n_examples
+                n_cut = portion.n_examples if may_cut and has_rows(batch) else None
+            position = (np.uint32(number),) if self.task.rngs else ()
+            arguments = (leaves, *position, loaded.arrays[:n_inputs])
+            if program is None:
+                self.check(strategy, state, batch, may_pad=False)
+                program = self._compile(layout, portion, arguments)
+                self.programs.compiled[strategy, portion.signature, shapes] = program
+            in_flight.append((item, strategy, program(*arguments), n_cut))
+            if len(in_flight) > _BATCHES_IN_FLIGHT:
+                yield finish()
+        while in_flight:
+            yield finish()
+
+    def _decide(self, feed: Feed, state: PyTree, strategy: Strategy, first: PyTree) -> None:
+        """Validates the model on the first batch, which decides how all are padded or split."""
+        batch, may_pad = feed.begin(first), feed.may_pad
+        feed.decide("")
+        batch = feed.padded(batch)._replace(targets=(), weights=None)
+        why_not = self.check(strategy, state, batch, may_pad=may_pad)
+        # Rows that only the loss combines (`across`) do not depend on one another here.
+        if not self.task.pad and self.task.across is None:
+            why_not = why_not or "the task has pad=False"
+        feed.decide(why_not)
 
     def check(self, strategy: Strategy, state: PyTree, batch: Batch, *, may_pad: bool) -> str:
         """Validates the model on a batch; returns why padding, if it may be needed, is unsafe.
@@ -107,8 +167,8 @@ class Predictor:
           ValueError: it combines rows, and would see a part of them, or returns no row for each
             example.
         """
-        key = (structure_of((state, batch.inputs)), strategy, may_pad)
-        if key not in self._checked:
+        key, found = (structure_of((state, batch.inputs)), strategy, may_pad), self.programs.found
+        if key not in found:
             with (
                 calls_explained(batch.inputs),
                 tracers_explained(),
@@ -120,112 +180,25 @@ class Predictor:
             if division.text or may_pad:
                 mixed, changed = division.find(state, batch, ())
                 division.check(changed)
-            self._checked[key] = MIXES if mixed else ""
-        return self._checked[key]
+            found[key] = MIXES if mixed else ""
+        return found[key]
 
     def _pass(self, state: PyTree, batch: Batch, states: PyTree, seed: PyTree) -> Pass:
         position = (seed,) if self.task.rngs else ()
         return Pass({MODEL: self._make()(state, batch, *position)})
 
-    def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
+    def _compile(
+        self, layout: StateLayout, portion: Portion, arguments: tuple[PyTree, ...]
+    ) -> Function:
+        """Compiles `(leaves, *position, arrays of the inputs) -> outputs` for such batches."""
+        strategy, structure = portion.strategy, jax.tree.structure(portion.batch.inputs)
         step = self._make(axis_name=strategy.axis_name, virtual_replicas=strategy.virtual_replicas)
 
-        def predict(state: PyTree, *positioned: PyTree) -> PyTree:
-            *position, batch = positioned
-            return step(state, batch, *position)
+        def predict(leaves: PyTree, *positioned: PyTree) -> PyTree:
+            *position, arrays = positioned
+            return step(layout.unflatten(leaves), Batch(structure.unflatten(arrays)), *position)
 
         return strategy.compile_split(predict, arguments)
-
-
-class Predictions(Iterator[tuple[Batch, Any]]):
-    """Iterates over the batches of one pass and the outputs of the model for them, unpadded.
-
-    A few batches are read ahead of the one that is returned.
-    """
-
-    def __init__(
-        self, predictor: Predictor, state: PyTree, data: Data, strategy: Strategy, n: int | None
-    ):
-        task = predictor.task
-        stream = one_pass(data)
-        if n is None:
-            pass_length(stream, _ENDLESS)
-        is_whole = may_be_whole(task, strategy)
-        self._batches = LocalBatches(stream, strategy, task.roles.inputs_of, is_whole=is_whole)
-        self._feed: Padder | None = None
-        self._strategy = strategy
-        self._predictor = predictor
-        self._items = enumerate(itertools.islice(self._batches.pairs(), n))
-        owner = f"Predictor(rngs={task.rngs})"
-        self._state = strategy.share(evaluated(state, task.rngs, owner))
-        self._shapes = structure_of(self._state)
-        self._in_flight: deque[tuple[PyTree, Strategy, PyTree, int | None]] = deque()
-
-    def __iter__(self) -> Self:
-        return self
-
-    @debugging_explained()
-    @without_mesh()
-    def _next(self) -> tuple[Batch, PyTree] | None:
-        found = self.take()
-        return None if found is None else (self._batch(found[0]), found[1])
-
-    def __next__(self) -> tuple[Batch, PyTree]:
-        found = self._next()
-        if found is None:
-            raise StopIteration
-        return found
-
-    def take(self) -> tuple[PyTree, PyTree] | None:
-        """Returns the next item of the data and its outputs; None at the end."""
-        while len(self._in_flight) <= _BATCHES_IN_FLIGHT:
-            numbered = next(self._items, None)
-            if numbered is None:
-                break
-            number, (given, item) = numbered
-            self._dispatch(number, given, item)
-        if not self._in_flight:
-            return None
-        item, strategy, output, n = self._in_flight.popleft()
-        rows = strategy.join(output)
-        return item, rows if n is None else self._batches.without_padding(rows, n)
-
-    def _dispatch(self, number: int, given: PyTree, item: PyTree) -> None:
-        if self._feed is None:
-            self._feed = self._padder(item)
-        loaded = self._batches.load(item, self._feed)
-        portion, batch = loaded.portion, loaded.batch
-        position = (np.uint32(number),) if self._predictor.task.rngs else ()
-        state = self._state  # Fewer devices hold what cannot be divided by all.
-        state = state if portion.strategy is self._strategy else portion.strategy.share(state)
-        arguments = (state, *position, batch._replace(targets=(), weights=None))
-        key = (portion.strategy, portion.signature, self._shapes)
-        output = self._predictor.run(portion.strategy, portion.batch, key, arguments)
-        n = portion.n_examples if has_rows(portion.batch) else None
-        self._in_flight.append((given, portion.strategy, output, n))
-
-    def _padder(self, item: PyTree) -> Padder:
-        """Makes the padder for batches like this first one."""
-        task, padder = self._predictor.task, self._batches.padder()
-        examples = self._batches.examples(item)
-        batch = padder(examples).batch._replace(targets=(), weights=None)
-        may_pad = self._batches.may_be_uneven(n_examples(examples))
-        why_not = self._predictor.check(self._strategy, self._state, batch, may_pad=may_pad)
-        if why_not:
-            return self._batches.padder(pad=False, why_not=why_not)
-        # Rows that only the loss combines (`across`) do not depend on one another here.
-        if not task.pad and task.across is None:
-            return self._batches.padder(pad=False, why_not="the task has pad=False")
-        return padder
-
-    def _batch(self, item: PyTree) -> Batch:
-        """Returns the batch of an item, with the targets and weights that it has."""
-        item, roles = self._batches.given(item), self._predictor.task.roles
-        try:
-            item = roles(item)
-        except ValueError:  # Its columns of targets are missing, as they may be.
-            item = roles.inputs_of(item)
-        return normalize(item, is_whole=self._batches.is_whole)
 
 
 def _check_rows(outputs: PyTree, n: int | None) -> None:

@@ -64,7 +64,7 @@ def get_running(stepper: Stepper) -> dict[str, Json]:
 
     They include the size of the batches, as the next one may be a remainder.
     """
-    running: dict[str, Json] = {"batch_size": stepper.loader.batch_size}
+    running: dict[str, Json] = {"batch_size": stepper.feed.batch_size}
     running |= frozen_facts(stepper.task, lambda: stepper.state.params)
     if (n_virtual := stepper.strategy.virtual_replicas) is not None:
         running["virtual_replicas"] = n_virtual
@@ -73,7 +73,7 @@ def get_running(stepper: Stepper) -> dict[str, Json]:
 
 def set_running(stepper: Stepper, running: dict[str, Json], say: Callable[[str], None]) -> None:
     """Continues from what `get_running` returned."""
-    stepper.loader.batch_size = running.get("batch_size", stepper.loader.batch_size)
+    stepper.feed.batch_size = running.get("batch_size", stepper.feed.batch_size)
     set_late(stepper, from_json(running.get("late", ())))
     before, now = running.get("virtual_replicas"), stepper.strategy.virtual_replicas
     if before != now:

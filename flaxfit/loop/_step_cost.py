@@ -5,7 +5,7 @@ import math
 import jax
 
 from flaxfit.data._batch import Batch
-from flaxfit.loop._compiled_steps import build_update
+from flaxfit.loop._programs import build_update
 from flaxfit.loop._stepper import Stepper
 from flaxfit.step._companions import taking_states
 from flaxfit.step._cost import StepCost, cost_of, memory_of
@@ -26,7 +26,7 @@ def step_cost(stepper: Stepper, n: int | None) -> StepCost:
 
 def step_memory(stepper: Stepper, n: int | None) -> int:
     """The bytes of a step on `n` examples, on each device; compiles it, and runs nothing."""
-    portion = stepper.loader.as_regular(_example(stepper, n))
+    portion = stepper.feed.as_regular(_example(stepper, n))
     arrays = portion.strategy.split(jax.tree.leaves(portion.batch))
     placed, companions = stepper.placed, stepper.companions
     arguments = (placed.leaves, stepper.tally.totals, *companions.arguments, arrays)
@@ -38,8 +38,6 @@ def step_memory(stepper: Stepper, n: int | None) -> int:
 
 def _example(stepper: Stepper, n: int | None) -> Batch:
     """A batch of `n` examples; the time of an inspection of the data does not count as training."""
-    loader = stepper.loader
-    before = loader.seconds
-    example = loader.example(n, stepper.inspect)
-    loader.seconds = before
-    return example
+    if not stepper.feed.is_decided:
+        stepper.inspect_first(stepper.first_batch())
+    return stepper.feed.example(n)

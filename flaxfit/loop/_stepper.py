@@ -4,21 +4,21 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from flaxfit.data._batch import Batch
-from flaxfit.loop._compiled_steps import CompiledSteps, build_update
+from flaxfit.loop._assembly import Loaded
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._cursor import Cursor
 from flaxfit.loop._default_strategy import check_strategy
-from flaxfit.loop._device_loader import DeviceLoader, Loaded
+from flaxfit.loop._feed import Feed
 from flaxfit.loop._in_flight import InFlight
 from flaxfit.loop._inspection import Inspection
 from flaxfit.loop._interrupts import Interrupts
 from flaxfit.loop._padding import may_be_whole
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._placed_state import PlacedState
+from flaxfit.loop._programs import Programs, build_update
 from flaxfit.loop._steps_per_call import StepsPerCall
+from flaxfit.loop._stopwatch import Stopwatch
 from flaxfit.loop._tally import Tally
 from flaxfit.optim._freeze import check_matches
 from flaxfit.state._train_state import TrainState
@@ -54,18 +54,19 @@ class Stepper:
         """The number of completed updates; on the host, as reading the device's would wait."""
         self.interrupts = Interrupts()
         self.consistency = Consistency(strategy)
-        is_mixed = task.step is not None  # A step of the user's own checks batches by itself.
-        self.loader = DeviceLoader(
+        self.feed = Feed(
             strategy,
-            self.consistency,
-            say,
+            task.roles,
             parts=task.accumulate,
-            is_mixed=is_mixed,
+            is_mixed=task.step is not None,  # A step of the user's own checks batches by itself.
             is_whole=may_be_whole(task, strategy),
+            drops_weights=True,
+            say=say,
         )
-        is_eager = strategy.runs_eagerly
-        self.programs = CompiledSteps(self.consistency, (lambda text: None) if is_eager else say)
-        self.inspection = Inspection(task, strategy, say)
+        self.inspecting = Stopwatch()
+        """The time of inspections of first batches."""
+        self.programs = Programs() if strategy.runs_eagerly else Programs(say)
+        self.inspection = Inspection(task, strategy, self.programs.found, say)
         self.steps_per_call = StepsPerCall()
         self.tally = Tally(strategy.share)
         self._in_flight = InFlight(strategy.devices[0].platform, len(strategy.devices))
@@ -93,12 +94,12 @@ class Stepper:
     @property
     def is_preparing(self) -> bool:
         """Whether it inspects the first batch or compiles, which may take long."""
-        return self.loader.is_inspecting or self.programs.watch.is_running
+        return self.inspecting.is_running or self.programs.watch.is_running
 
     @property
     def preparation_time(self) -> float:
         """The seconds since the count began that inspection and compilation took."""
-        return self.programs.watch.seconds + self.loader.seconds
+        return self.programs.watch.seconds + self.inspecting.seconds
 
     @explained
     def metrics(self) -> dict[str, Any]:
@@ -115,8 +116,8 @@ class Stepper:
     def set_data(self, data: Data) -> None:
         """Continues with other data."""
         self._n_set += 1
-        self.cursor = Cursor(data, self.task.roles)
-        self.loader.take_from(self.cursor)
+        self.cursor = Cursor(self.task.roles.of_data_set(data))
+        self.feed.take_from(self.cursor)
 
     def set_state(self, state: TrainState, *, is_own: bool = False) -> None:
         """Continues from another state; from a copy unless its arrays are the loop's own."""
@@ -129,14 +130,13 @@ class Stepper:
         if shapes_of(before) != shapes_of(self.state):
             self.tally.expect({})
             self.set_task(self.task)
-            self.loader.forget()  # The next batch is validated again.
+            self.feed.forget()  # The next batch is validated again.
         self.reset_totals()
 
     def set_task(self, task: TrainTask) -> None:
         """Continues with a variant of the task, for which programs are compiled again."""
         self.task = task
         self.programs.forget()
-        self.inspection.forget()
 
     def set_norms(self, patterns: str | Sequence[str]) -> None:
         """Continues with the norms of these patterns reported."""
@@ -144,14 +144,14 @@ class Stepper:
         check_norms(task, self.state.params)
         if task.norms != self.task.norms:
             self.set_task(task)
-            self.loader.forget()
+            self.feed.forget()
 
     def reset_totals(self) -> None:
         """Starts a new count."""
         self.tally.begin()
         self.placed.grads = None
         self.programs.watch.reset()
-        self.loader.seconds = 0.0
+        self.inspecting.reset()
 
     # How it steps.
 
@@ -182,9 +182,7 @@ class Stepper:
                 if batch is None:
                     has_stepped = self._step(self._load(n_left, spacing, n_total), is_given=False)
                 else:
-                    has_stepped = self._step(
-                        self.loader.load_given(self.task.roles(batch), self.inspect), is_given=True
-                    )
+                    has_stepped = self._step(self._load_given(batch), is_given=True)
             finally:
                 self.interrupts.release()
             if has_stepped:
@@ -213,7 +211,7 @@ class Stepper:
         key = (n, portion.signature)
         update = self.programs.compiled.get(key)
         if update is None:
-            with self.programs.compiling(portion, self.step + 1):
+            with self.programs.compiling(self.consistency, portion, self.step + 1):
                 update = build_update(
                     self.task,
                     placed.layout,
@@ -224,8 +222,7 @@ class Stepper:
                     **self.step_options,
                 )
             self.programs.compiled[key] = update
-            n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
-            self._in_flight.expect(n_bytes // len(portion.strategy.devices))
+            self._in_flight.expect(loaded.n_bytes)
         placed.take_back()
         leaves, totals, placed.grads = update(*arguments)
         if not is_on_all:
@@ -247,10 +244,48 @@ class Stepper:
             return self._load(n_left, spacing, n_total)
         if len(items) < n:
             items = items[:1]
-        return self.loader.load(items, self.inspect) if items else None
+        if not items:
+            return None
+        self.expect(items[0])
+        return self.feed.load(items)
 
-    def inspect(self, batch: Batch, data: Batch | None, may_pad: bool) -> str:
-        """Validates the first batch; returns why padding, if it may be needed, is unsafe, or ""."""
+    def _load_given(self, batch: PyTree) -> Loaded:
+        """A batch that is not of the stream."""
+        feed, item = self.feed, self.task.roles(batch)
+        if not feed.is_decided:
+            first = feed.first() if self.cursor.has_data else None
+            with self.inspecting:
+                self.inspect_first(item if first is None else first)
+        if not feed.is_decided_for_given:
+            given = feed.given(item)
+            is_known = feed.may_pad
+            feed.decide_given(feed.why_not if is_known else self._inspect(given, None, True))
+        return feed.load_given(item)
+
+    def expect(self, item: PyTree) -> None:
+        """Inspects the batch of a fetched item, if it is the first one."""
+        if not self.feed.is_decided:
+            with self.inspecting:
+                self.inspect_first(self.feed.examples(item))
+
+    def first_batch(self) -> PyTree:
+        """Returns the next batch, which stays to be trained on; raises if there is none."""
+        batch = self.feed.first()
+        if batch is None:
+            raise ValueError("The data holds no batches: there is nothing to train on.")
+        return batch
+
+    def inspect_first(self, batch: PyTree) -> None:
+        """Validates the first batch, which decides how all are padded or split."""
+        feed = self.feed
+        if not feed.is_own:
+            self.consistency.data(self.cursor.stream_position())
+        data = feed.whole()
+        batch = feed.begin(batch, data)
+        feed.decide(self._inspect(batch, data, feed.may_pad))
+
+    def _inspect(self, batch: Batch, data: Batch | None, may_pad: bool) -> str:
+        """Validates a batch; returns why padding, if it may be needed, is unsafe, or ""."""
         sums, why_not = self.inspection(
             self.task,
             self.state,

@@ -55,15 +55,16 @@ def next_is_slow(stepper: Any) -> bool:
 
     A resumed run therefore takes the same steps together.
     """
-    cursor, loader, inspection = stepper.cursor, stepper.loader, stepper.inspection
+    cursor, feed, inspection = stepper.cursor, stepper.feed, stepper.inspection
     is_mixed = stepper.task.step is not None and not cursor.gathers
-    if is_mixed or not loader.has_inspected:
+    if is_mixed or not feed.is_decided:
         items = cursor.peek()
         if cursor is not stepper.cursor:  # Reading it has set other data.
             return next_is_slow(stepper)
         if items:
-            portion = loader.portion(items[0], stepper.inspect)
+            stepper.expect(items[0])
             if is_mixed:
+                portion = feed.portion(items[0])
                 inspection.inspect_loops(stepper.task, stepper.state, portion)
     return inspection.is_slow_in_loops
 

@@ -393,8 +393,8 @@ class TrainLoop:
 
         def sample() -> PyTree:
             with self.in_phase("training"):
-                loader, batch = stepper.loader, task.roles.inputs_of((input_sample,))
-                batch = loader.first_batch() if input_sample is None else batch
+                given = task.roles.inputs_of((input_sample,))
+                batch = stepper.first_batch() if input_sample is None else given
             return normalize(batch, is_whole=task.keeps_whole).inputs
 
         with eagerly(strategy), without_mesh():
@@ -539,7 +539,7 @@ class TrainLoop:
     @property
     def input_shapes(self) -> PyTree:
         """The shapes and dtypes of the inputs of the first batch trained on; None before."""
-        batch = self._stepper.loader.shapes
+        batch = self._stepper.feed.shapes
         return None if batch is None else batch.inputs
 
     @property

@@ -203,7 +203,7 @@ def _shapes(tree: PyTree) -> str:
 
 
 def _advice(stepper: Any) -> str:
-    shapes = stepper.loader.shapes  # None before the first batch is there.
+    shapes = stepper.feed.shapes  # None before the first batch is there.
     n = 0 if shapes is None else n_examples(shapes)
     state = jax.tree.leaves((stepper.state.params, stepper.state.opt_state))
     n_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in state)

@@ -58,7 +58,7 @@ def inspect(
     batch: Batch,
     data: Batch | None = None,
     bind: Function = lambda function: function,
-    known: dict[Hashable, Traced] | None = None,
+    known: dict[Hashable, Any] | None = None,
     *,
     is_resumed: bool = False,
 ) -> Traced:

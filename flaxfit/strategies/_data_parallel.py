@@ -163,8 +163,9 @@ class DataParallel:
 
     def join(self, outputs: PyTree) -> PyTree:
         """Returns NumPy arrays of all examples in order, from outputs of a split batch."""
-        host = jax.device_get(outputs)
-        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), host)
+        is_on_cpu = self.devices[0].platform == "cpu"  # There is nothing to copy there.
+        host = outputs if is_on_cpu else jax.device_get(outputs)
+        rows = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), host)
         return multihost_utils.process_allgather(rows, tiled=True) if self.n_processes > 1 else rows
 
     def narrow(self, n_examples: int) -> "DataParallel":

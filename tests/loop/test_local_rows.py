@@ -8,8 +8,9 @@ import pytest
 
 from flaxfit import ArrayStream, DataParallel
 from flaxfit.data import as_stream
-from flaxfit.loop._local_rows import LocalBatches, check_divided, knows_rows
-from flaxfit.loop._padding import Padder
+from flaxfit.loop._cursor import Cursor
+from flaxfit.loop._feed import Feed
+from flaxfit.loop._local_rows import check_divided, knows_rows
 
 X = np.arange(8, dtype=np.float32)
 
@@ -25,13 +26,21 @@ class TwoProcesses:
         return slice(n_examples // 2, n_examples)
 
 
+def feed_of(stream, strategy):
+    feed = Feed(strategy)
+    feed.take_from(Cursor(stream, is_trained_on=False))
+    return feed
+
+
 def test_a_single_process_computes_with_every_row():
     stream, strategy = ArrayStream(X, batch_size=4, epochs=1), DataParallel(jax.devices()[:1])
     assert not knows_rows(stream)
-    batches, feed = LocalBatches(stream, strategy), Padder(strategy, pad=True)
-    loaded = [batches.load(item, feed) for item in batches]
+    feed = feed_of(stream, strategy)
+    feed.begin(feed.first())
+    feed.decide("")
+    loaded = [each for _, each in feed]
     np.testing.assert_array_equal([each.batch.inputs[0] for each in loaded], X.reshape(2, 4))
-    assert not batches.is_own and batches.batch_size == 4
+    assert not feed.is_own and feed.batch_size == 4
 
 
 def test_data_that_may_be_the_same_in_each_process_is_refused():
@@ -41,6 +50,6 @@ def test_data_that_may_be_the_same_in_each_process_is_refused():
 
 
 def test_the_padding_of_each_process_is_cut_off():
-    batches = LocalBatches(as_stream([X], shared=False), TwoProcesses())
-    assert batches.is_own and batches.batch_size == 0
-    np.testing.assert_array_equal(batches.without_padding(X, 3), [0, 1, 2, 4, 5, 6])
+    feed = feed_of(as_stream([X], shared=False), TwoProcesses())
+    assert feed.is_own and feed.batch_size == 0
+    np.testing.assert_array_equal(feed.without_padding(X, 3), [0, 1, 2, 4, 5, 6])

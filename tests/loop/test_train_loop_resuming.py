@@ -15,7 +15,7 @@ from loops import OPTIMIZER, Normalized, Regressor, X, Y, assert_equal, make_loo
 from marks import thorough
 
 import flaxfit as ff
-from flaxfit.loop._device_loader import DeviceLoader
+from flaxfit.loop._feed import Feed
 
 pytestmark = pytest.mark.optimized
 
@@ -204,7 +204,7 @@ def test_what_fails_beside_a_step_loses_no_batch_either(n, monkeypatch):
     for broken in "load", "_ordered":
         loop = make(data := arrays())
         if broken == "load":
-            monkeypatch.setattr(DeviceLoader, broken, fail)
+            monkeypatch.setattr(Feed, broken, fail)
         else:  # Of the second epoch, of which two steps after three already are.
             list(loop.run_until(3))
             monkeypatch.setattr(data, broken, fail)

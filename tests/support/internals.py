@@ -18,7 +18,7 @@ def totals_of(loop):
 
 def resident_inputs_of(loop):
     """The inputs of the data that a loop keeps on the devices."""
-    return loop._stepper.loader.resident.inputs[0]
+    return loop._stepper.feed.resident.inputs[0]
 
 
 def is_holding_interrupts(loop):
@@ -39,4 +39,6 @@ def loop_of_model(model):
 def n_programs_of(model):
     """How many programs `fit`, `evaluate` and `predict` of a model have compiled."""
     trainer = len(programs_of(loop_of_model(model))) if model._trainer.loop else 0
-    return trainer, len(model._evaluator._programs), len(model._predictor._programs)
+    return trainer, *map(
+        len, (model._evaluator._programs.compiled, model._predictor.programs.compiled)
+    )

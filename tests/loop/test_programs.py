@@ -8,9 +8,9 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.data._batch import Batch
-from flaxfit.loop._compiled_steps import CompiledSteps
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._padding import Portion
+from flaxfit.loop._programs import Programs
 
 STRATEGY = ff.DataParallel(jax.devices()[:1])
 
@@ -30,11 +30,11 @@ def said():
 
 @pytest.fixture
 def steps(said):
-    return CompiledSteps(Consistency(STRATEGY), said.append)
+    return Programs(said.append)
 
 
 def compile_for(steps, portion):
-    with steps.compiling(portion, 0):
+    with steps.compiling(Consistency(STRATEGY), portion, 0):
         program = print
     steps.compiled[len(steps.compiled)] = program
 
@@ -77,6 +77,7 @@ def test_after_all_was_forgotten_nothing_is_compiled_again(steps, said):
 
 
 def test_a_compilation_that_fails_is_not_announced(steps, said):
-    with pytest.raises(MemoryError), steps.compiling(portion_of(batch_of(8)), 0):
+    consistency, portion = Consistency(STRATEGY), portion_of(batch_of(8))
+    with pytest.raises(MemoryError), steps.compiling(consistency, portion, 0):
         raise MemoryError
     assert said == ["compiling…"] and not steps.watch.is_running

@@ -1,7 +1,8 @@
-"""CompiledSteps: the compiled updates of a run, by the signatures of their batches."""
+"""Programs: what was compiled and found out for batches, by their signatures."""
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import jax
 
@@ -17,40 +18,47 @@ from flaxfit.task._task import TrainTask
 from flaxfit.tree._types import Function, PyTree
 
 
-class CompiledSteps:
-    """Keeps compiled updates, and reports what was compiled and how long that took.
+class Programs:
+    """Keeps compiled programs, and what tracing and trials found out about states and batches.
+
+    Training, evaluation and prediction have one each. It reports what was compiled and how long
+    that took.
 
     Args:
-      consistency: compares the processes of the run.
       say: prints a notice for the user.
     """
 
-    def __init__(self, consistency: Consistency, say: Callable[[str], None]):
+    def __init__(self, say: Callable[[str], None] = lambda text: None):
         self.compiled: dict[Hashable, Function] = {}
+        """Programs by what determines them: the signature of a batch, and what may vary beside."""
+        self.found: dict[Hashable, Any] = {}
+        """The results of `inspect`, `examine` and their like, each by a key of its own kind."""
         self.watch = Stopwatch()
         """The time of compilation."""
-        self._consistency, self._say = consistency, say
+        self._say = say
         self._first: tuple[list[tuple[int, ...]], list[str]] | None = None
         """Shapes and dtypes of the first batch that was compiled for."""
 
     def forget(self) -> None:
-        """Clears the compiled programs."""
-        self.compiled = {}
+        """Clears the compiled programs, and what was found out."""
+        self.compiled.clear()
+        self.found.clear()
 
     @contextlib.contextmanager
-    def compiling(self, portion: Portion, step: int) -> Iterator[None]:
+    def compiling(self, consistency: Consistency, portion: Portion, step: int) -> Iterator[None]:
         """Times and announces the compilation within its block.
 
         Args:
+          consistency: compares the processes of the run.
           portion: the first of the batches.
           step: the number of their first step.
         """
         batch, before = portion.batch, self.watch.seconds
         self._say("compiling…")
         with self.watch, calls_explained(batch.inputs, batch.targets):
-            self._consistency.program(step, batch, is_weighted=portion.is_weighted)
+            consistency.program(step, batch, is_weighted=portion.is_weighted)
             yield
-            self._consistency.compiled(step, getattr(portion.strategy, "text", ""))
+            consistency.compiled(step, getattr(portion.strategy, "text", ""))
         self._announce(portion, self.watch.seconds - before)
 
     def _announce(self, portion: Portion, seconds: float) -> None:

@@ -1,0 +1,279 @@
+"""Feed: brings the batches of a stream onto the devices, as compiled programs take them."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxfit.data import ArrayStream, one_pass
+from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
+from flaxfit.data._roles import NO_ROLES
+from flaxfit.data._stream import pass_length
+from flaxfit.loop._assembly import Assembler, Loaded
+from flaxfit.loop._cursor import Cursor
+from flaxfit.loop._local_rows import check_divided, knows_rows, local_examples, local_rows
+from flaxfit.loop._padding import Padder, Portion, may_be_whole
+from flaxfit.step._validate import check_weights_of
+from flaxfit.strategies import Strategy
+from flaxfit.task._task import EvalTask
+from flaxfit.tree._shapes import shapes_of
+from flaxfit.tree._types import Data, PyTree
+
+_MOST_TO_COPY = 2**28  # Bytes.
+
+
+class Feed:
+    """Pads, stacks and splits the batches of a stream, and batches that are given instead.
+
+    Its owner lets it `begin` with a first batch, validates that batch, and lets it `decide` how
+    all are padded or split. It knows nothing of its owner.
+
+    Args:
+      strategy: the devices.
+      form: brings an item with columns into the form of a batch.
+      parts: the number of parts in which a device computes its share of a batch.
+      is_mixed: whether batches may have different structures.
+      is_whole: whether a batch may be any pytree; see `may_be_whole`.
+      drops_weights: whether data of equal batches does without weights of 1, by a program of its
+        own.
+      say: prints a notice for the user.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        form: Callable[[PyTree], PyTree] = NO_ROLES,
+        *,
+        parts: int = 1,
+        is_mixed: bool = False,
+        is_whole: bool = False,
+        drops_weights: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        self.shapes: Batch | None = None
+        """Shapes and dtypes of the latest first batch; None before there is one."""
+        self.is_whole = is_whole
+        self._strategy, self._form, self._say = strategy, form, say
+        self._parts, self._is_mixed, self._drops_weights = parts, is_mixed, drops_weights
+
+    def take_from(self, cursor: Cursor) -> None:
+        """Continues with another cursor."""
+        if cursor.has_data:
+            check_divided(cursor.stream, self._strategy)
+        self.cursor = cursor
+        self.is_own = self._strategy.n_processes > 1 and not cursor.takes_rows
+        """Whether the stream gives this process its own share of each batch."""
+        self.batch_size = 0
+        """The number of examples in a regular batch; 0 if it is not known yet."""
+        self.resident: Batch | None = None
+        """The data on the devices, if the update gathers its batches there."""
+        self._resident_shapes = ""
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the first batch; the next one is validated."""
+        self.is_decided = False
+        """Whether it is known how batches are padded or split."""
+        self.is_decided_for_given = False
+        """Whether it is known how given batches are."""
+        self._assemble, self._assemble_given = Assembler(), Assembler()
+
+    # The first batch.
+
+    def first(self) -> PyTree:
+        """Returns the next batch, which stays to be computed on; None at the end of the data."""
+        fetched = self.cursor.peek()
+        return self.examples(fetched[0]) if fetched else None
+
+    def whole(self) -> Batch | None:
+        """Returns all examples as one batch; None if the stream cannot give them."""
+        whole = self.cursor.whole()
+        return None if whole is None else normalize(self._form(whole))
+
+    def begin(self, item: PyTree, data: Batch | None = None) -> Batch:
+        """Returns the first batch in normal form; the others are expected to be like it.
+
+        Args:
+          item: the first batch.
+          data: all data, if it is available: it is placed on the devices if it is resident.
+        """
+        batch, stream = normalize(item, is_whole=self.is_whole), self.cursor.stream
+        self.shapes = shapes_of(batch)
+        self._place(_rounded(data, stream.batch_size) if self.cursor.gathers and data else None)
+        # A first batch that is smaller than those of the stream is a remainder already.
+        size = n_examples(batch)
+        if not self.is_own:
+            size = max(size, getattr(stream, "batch_size", 0))
+        n = self.batch_size = self.batch_size or size
+        # If no batch can differ from the first one, all do without weights of 1. A subclass of the
+        # user's own may change the arrays.
+        self._is_even = type(stream) is ArrayStream and stream.is_even and n == stream.batch_size
+        n_shares = self._strategy.n_devices * self._parts
+        self.may_pad = not self._is_even or n % n_shares > 0
+        """Whether a batch may have to be padded."""
+        return batch
+
+    def decide(self, why_not: str) -> None:
+        """Pads all batches from now on, unless a text says why not: then it splits them."""
+        self.why_not = why_not
+        self.may_pad |= bool(why_not)  # It is known already why not.
+        n, is_even = self.batch_size, self._is_even and self._drops_weights
+        self._remainder_padder = self._make(why_not or "it is a remainder", size=n)
+        self._padder = self._make(
+            why_not, size=n, is_own=self.is_own, is_even=is_even, say=self._say
+        )
+        self.is_decided = True
+
+    # Batches of the stream.
+
+    def __iter__(self) -> Iterator[tuple[PyTree, Loaded]]:
+        """Iterates over the items of the stream, each with its batch on the devices."""
+        while items := self.cursor.fetch(1):
+            yield items[0], self.load(items)
+            self.cursor.stepped(1)
+
+    def load(self, items: Sequence[PyTree]) -> Loaded:
+        """Returns the batches of fetched items; only the first if their programs differ."""
+        if not self.cursor.takes_rows:
+            items = [self._form(item) for item in items]
+        return self._assemble(items, self._portion)
+
+    def portion(self, item: PyTree) -> Portion:
+        """Returns the batch of a fetched item, of a size that can be split."""
+        return self._portion(item if self.cursor.takes_rows else self._form(item))
+
+    def padded(self, batch: Batch) -> Batch:
+        """Returns a batch padded like those of the stream."""
+        return self._padder(batch).batch
+
+    def examples(self, item: PyTree) -> PyTree:
+        """Returns the batch of a fetched item; that of all processes, if they divide it."""
+        return self._form(self.cursor.examples(item))
+
+    def _portion(self, item: PyTree) -> Portion:
+        if not self.cursor.takes_rows:
+            return self._padder(item)
+        portion = self._padder(Batch((item,)))
+        if self.resident is not None and portion.strategy is self._strategy:
+            portion = local_rows(portion._replace(is_weighted=self.resident.weights is not None))
+            signature = (portion.signature, self._resident_shapes)
+            return portion._replace(signature=signature, data=(self.resident,))
+        if knows_rows(self.cursor.stream):
+            return local_examples(portion, self.examples)
+        # On fewer devices than hold the data.
+        return self._remainder_padder(self.examples(item))
+
+    def without_padding(self, outputs: PyTree, n: int) -> PyTree:
+        """Returns `n` rows of the joined outputs, or `n` of each process if `is_own`."""
+        if not self.is_own:
+            return jax.tree.map(lambda rows: rows[:n], outputs)
+        n_devices = self._strategy.n_devices
+        parts = n_devices // len(range(n_devices)[self._strategy.rows(n_devices)])
+
+        def cut(rows: np.ndarray) -> np.ndarray:
+            each = rows.reshape(parts, -1, *rows.shape[1:])[:, :n]
+            return each.reshape(-1, *rows.shape[1:])
+
+        return jax.tree.map(cut, outputs)
+
+    # Batches that are given.
+
+    def given(self, item: PyTree) -> Batch:
+        """Returns a batch that is not of the stream in normal form, if it is like the others."""
+        batch, shapes = normalize(item, is_whole=self.is_whole), self.shapes
+        is_by_output = shapes is not None and isinstance(shapes.weights, Mapping)
+        if isinstance(batch.weights, Mapping) != is_by_output:
+            raise ValueError(
+                "Cannot train on this batch: either it or the earlier batches have weights by "
+                "output. Pass weights of 1 where there are none."
+            )
+        if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch.weights)):
+            check_weights_of(batch, "This batch")  # To read others would wait for the devices.
+        return batch
+
+    def decide_given(self, why_not: str) -> None:
+        """As `decide`, for given batches: of any size, and padded no further than to divide."""
+        self._given_padder = self._make(
+            why_not, size=sys.maxsize if why_not else 1, is_own=self._strategy.n_processes > 1
+        )
+        self.is_decided_for_given = True
+
+    def load_given(self, item: PyTree) -> Loaded:
+        """Returns a batch that is not of the stream, on the devices."""
+        return self._assemble_given([item], lambda item: self._given_padder(self.given(item)))
+
+    # Batches for a look at the program.
+
+    def example(self, n: int | None) -> Batch:
+        """Returns a batch of zeros of `n` examples, or of the next multiple of `parts`.
+
+        None stands for the regular size. The memory of zeros is allocated only when written to.
+        """
+        size = n or self.batch_size
+        size += -size % self._parts
+        shapes: Any = self.shapes
+        if not has_rows(shapes):
+            if n is not None:
+                raise ValueError(
+                    "The arrays of a batch have different lengths: there is no batch of another "
+                    "size that resembles it."
+                )
+            return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:])[: x.ndim], x.dtype), shapes)
+
+    def as_regular(self, batch: Batch) -> Portion:
+        """Prepares a batch for the update as if it had the regular size."""
+        return self._make(self.why_not and "the task or its loss does not allow it")(batch)
+
+    def _make(self, why_not: str, **options: Any) -> Padder:
+        return Padder(
+            self._strategy,
+            pad=not why_not,
+            why_not=why_not,
+            parts=self._parts,
+            is_mixed=self._is_mixed,
+            is_whole=self.is_whole,
+            **options,
+        )
+
+    def _place(self, data: Batch | None) -> None:
+        """Places the data that batches are gathered from on the devices."""
+        self.resident = None if data is None else self._strategy.place(data)
+        leaves, structure = jax.tree.flatten(self.resident)
+        # A text, as a key of programs, since a text keeps its hash.
+        self._resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
+
+
+def feed_of_pass(
+    data: Data,
+    n_steps: int | None,
+    task: EvalTask,
+    strategy: Strategy,
+    form: Callable[[PyTree], PyTree],
+    *,
+    endless: str,
+) -> Feed:
+    """Makes the feed of one pass over data, of which `n_steps` batches are taken; None: all.
+
+    Raises:
+      ValueError: all are taken of data without an end; `endless` says what to do about it.
+    """
+    stream = one_pass(data)
+    if n_steps is None:
+        pass_length(stream, endless)
+    feed = Feed(strategy, form, is_whole=may_be_whole(task, strategy))
+    feed.take_from(Cursor(stream, is_trained_on=False))
+    return feed
+
+
+def _rounded(data: Batch, batch_size: int) -> Batch:
+    """Adds rows, which no batch takes, so that data of a few rows more or less shares programs."""
+    leaves, n_more = jax.tree.leaves(data), -n_examples(data) % batch_size
+    is_on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    if not n_more or not is_on_host or sum(leaf.nbytes for leaf in leaves) > _MOST_TO_COPY:
+        return data
+    return jax.tree.map(
+        lambda x: np.concatenate([x, np.zeros((n_more, *x.shape[1:]), x.dtype)]), data
+    )
