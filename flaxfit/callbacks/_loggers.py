@@ -75,7 +75,8 @@ class _RowLogger(ABC):
     def _write(self, row: Mapping[str, float]) -> None:
         if self._file is None or not self._has_room(row):
             self.close()
-            self._file = _rewrite(self._path, self._earlier(_whole_lines(self._path), row))
+            replace_text(self._path, self._earlier(_whole_lines(self._path), row))
+            self._file = self._path.open("a", encoding="utf-8", newline="")
             self._is_begun = True
         try:
             self._file.write(self._line(row))
@@ -225,10 +226,9 @@ def _whole_lines(path: Path) -> list[str]:
     return lines if not lines or lines[-1].endswith("\n") else lines[:-1]
 
 
-def _rewrite(path: Path, text: str) -> TextIO:
-    """Replaces the contents of a file at once, and opens it for appending."""
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file, which a kill leaves as it was or whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.new")
     temporary.write_text(text, encoding="utf-8", newline="")
     os.replace(temporary, path)
-    return path.open("a", encoding="utf-8", newline="")

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from flaxfit.callbacks._loggers import replace_text
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import ArrayLike, PyTree
@@ -82,16 +83,18 @@ class Projector:
             labels = self._labels(name)
             fields = {"tensor_name": name, "tensor_path": f"embeddings/{name}.tsv"}
             rows = ("\t".join(f"{value:.7g}" for value in row) for row in table.tolist())
-            _replace(folder / fields["tensor_path"], "".join(f"{row}\n" for row in rows))
+            replace_text(folder / fields["tensor_path"], "".join(f"{row}\n" for row in rows))
             if isinstance(labels, str | os.PathLike):
                 fields["metadata_path"] = os.fspath(labels)
             elif labels is not None:
                 fields["metadata_path"] = f"embeddings/{name}.labels.tsv"
                 lines = (" ".join(str(label).split()) or "''" for label in labels)
-                _replace(folder / fields["metadata_path"], "".join(f"{line}\n" for line in lines))
+                replace_text(
+                    folder / fields["metadata_path"], "".join(f"{line}\n" for line in lines)
+                )
             quoted = (f"  {key}: {json.dumps(text)}\n" for key, text in fields.items())
             config += f"embeddings {{\n{''.join(quoted)}}}\n"
-        _replace(folder / "projector_config.pbtxt", config)
+        replace_text(folder / "projector_config.pbtxt", config)
 
     def _labels(self, name: str) -> Metadata | None:
         return self._metadata.get(name) if isinstance(self._metadata, Mapping) else self._metadata
@@ -119,11 +122,3 @@ def _n_labels(path: Path) -> int:
         lines = (line for line in file if line.strip())
         has_names = b"\t" in next(lines, b"\t")
         return sum(1 for _ in lines) + (not has_names)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file, which a kill leaves as it was or whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f"{path.name}.new")
-    written.write_text(text, encoding="utf-8")
-    written.replace(path)

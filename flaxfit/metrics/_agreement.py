@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from flaxfit.metrics._counts import Counts, add_by_class, count_answers, counts_of, micro
-from flaxfit.metrics._labels import class_answers
+from flaxfit.metrics._confusion import confusion_matrix
+from flaxfit.metrics._counts import Counts, count_answers, counts_of, micro
 from flaxfit.metrics._metric import Metric, ratio
 from flaxfit.metrics._rates import Threshold, by_thresholds
-from flaxfit.metrics._validity import counted_weights, warn_of
+from flaxfit.metrics._validity import warn_of
 from flaxfit.tree._types import Array, ArrayLike, Sums
 
 
@@ -90,12 +90,6 @@ def _kappa(
         return dataclasses.replace(metric, configure=_kappa)
     power = {"linear": 1, "quadratic": 2}[kappa_weights]
 
-    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
-        found = class_answers(outputs, targets, **options)
-        counted, doubts = counted_weights(found, weights, from_logits=from_logits)
-        matrix = add_by_class(found.n_classes, counted, found.actual, found.predicted)
-        return {"matrix": matrix, "doubts": doubts}
-
     def compute(sums: Sums) -> ArrayLike:
         warn_of(sums["doubts"], name)
         matrix = np.asarray(sums["matrix"], np.float64)
@@ -104,7 +98,8 @@ def _kappa(
         by_chance = np.outer(matrix.sum(1), matrix.sum(0)) / (matrix.sum() or np.nan)
         return 1 - ratio((costs * matrix).sum(), (costs * by_chance).sum())
 
-    return Metric(measure, compute, name, _kappa, mode="max")
+    matrix = confusion_matrix(threshold=threshold, from_logits=from_logits)
+    return Metric(matrix.measure, compute, name, _kappa, mode="max")
 
 
 def _unweighted_kappa(counts: Counts) -> ArrayLike:

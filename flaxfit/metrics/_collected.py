@@ -9,6 +9,7 @@ from flaxfit.metrics._collecting_classes import from_collecting_class
 from flaxfit.metrics._metric import Metric
 from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
 from flaxfit.tree._checks import check_argument_order, whole_number
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import Array, Function, PyTree, Sums
 
 
@@ -54,7 +55,7 @@ def collected(
         raise TypeError(f"collected needs a function (outputs, targets), got {f!r:.60}.")
     check_argument_order("metric", f)
     name = name or getattr(f, "__name__", None)
-    takes_weights = _takes_weights(f)
+    takes_weights = "weights" in parameters(f)
 
     def measure(*arguments: PyTree, weights: Array | None = None) -> Sums:
         _check_call(name, f, arguments, {"weights": weights} if takes_weights else {})
@@ -78,10 +79,3 @@ def _check_call(name: str | None, f: Function, arguments: PyTree, options: Any) 
         ) from None
     except ValueError:  # Some callables have no signature.
         return
-
-
-def _takes_weights(f: Function) -> bool:
-    try:
-        return "weights" in inspect.signature(f).parameters
-    except (TypeError, ValueError):
-        return False

@@ -6,6 +6,7 @@ from typing import Any
 
 from flaxfit.metrics._aliases import known_as
 from flaxfit.metrics._metric import OF_KERAS
+from flaxfit.tree._functions import parameters
 
 _TOP_K = ("TopKCategoricalAccuracy", "SparseTopKCategoricalAccuracy")
 
@@ -46,13 +47,12 @@ def _config(metric: Any) -> Mapping[str, Any]:
 
 def _call(name: str, own: Any, config: Mapping[str, Any]) -> str:
     """The counterpart with the options of a metric object that it takes and that change it."""
-    configure = getattr(own, "configure", None)
-    parameters = {} if configure is None else inspect.signature(configure).parameters
+    known = parameters(getattr(own, "configure", None))
     given = {OF_KERAS.get(option, option): value for option, value in config.items()}
     options = ", ".join(
         f"{option}={value!r}"
         for option, value in given.items()
-        if option in parameters and value is not None and value != parameters[option].default
+        if option in known and value is not None and value != known[option].default
     )
-    room = "metrics" if getattr(own, "values", None) is None or parameters else "losses"
+    room = "metrics" if getattr(own, "values", None) is None or known else "losses"
     return f"flaxfit.{room}.{name}" + (f"({options})" if options else "")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.metrics._monitor import mode_of
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import Array, ArrayLike, Function, Sums
 from flaxfit.tree._weights import broadcast_weights, joined_weights
 
@@ -107,7 +107,7 @@ class Metric:
         return dataclasses.replace(self.configure(**options), configure=configure)
 
     def _options(self) -> list[str]:
-        return [] if self.configure is None else [*inspect.signature(self.configure).parameters]
+        return [*parameters(self.configure)]
 
 
 OF_KERAS = {

@@ -53,10 +53,6 @@ def _scores(name: str, outputs: Array, targets: Array, weights: Array | None) ->
     return found.outputs, jnp.asarray(found.actual, jnp.float32), counted
 
 
-def _of_scores(name: str, value: Rows, configure: Function | None = None) -> Metric:
-    return _pair(name, functools.partial(_scores, name), value, "max", configure)
-
-
 def _curve(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike) -> tuple[np.ndarray, ...]:
     """The weights of true and of false positives at each score as the threshold, from the top."""
     order = np.argsort(-scores, kind="stable")
@@ -153,7 +149,7 @@ def _best_at(name: str, best: Function, bounded: Function) -> Metric:
                 f"The metric {name!r} measures one label: with multilabel=True pass class_id=0."
             )
         if class_id is None:
-            return _of_scores(name, value, configure)
+            return _pair(name, functools.partial(_scores, name), value, "max", configure)
         ranked = Ranked(name, None, None if multilabel else "ovr", multilabel, from_logits)
         return _by_column(ranked, value, configure, lambda values, _: values[class_id])
 

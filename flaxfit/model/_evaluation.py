@@ -151,10 +151,9 @@ class Evaluation(Persistence):
           x, batch_size: as in `predict`, best the training data: arrays are shuffled.
         """
         self._follow_module()
-        inputs = prepare_inputs(self._trainer.task.roles.of_data_set(x, has_targets=False))
         options = {"shuffle": None, "epochs": 1, "steps_per_epoch": None, "n_before": 0}
         seed, task = self._trainer.starting_point.seed, self._trainer.task
-        stream = training_stream(inputs, batch_size=batch_size, seed=seed, **options)
+        stream = training_stream(self._inputs(x), batch_size=batch_size, seed=seed, **options)
         data = self._trainer.begin_with(stream)
         self.state = update_statistics(task, self.state, data, strategy=self.strategy)
 
@@ -267,14 +266,12 @@ class Evaluation(Persistence):
         >>> model.predict_on_batch(x).shape
         (64, 1)
         """
-        inputs = prepare_inputs(self._trainer.task.roles.of_data_set(x, has_targets=False))
-        return self.predict(x, _n_examples(inputs, "predict_on_batch"), 0)
+        return self.predict(x, _n_examples(self._inputs(x), "predict_on_batch"), 0)
 
     def _to_predict(self, x: Data, batch_size: int | None, **options: bool) -> tuple[Data, PyTree]:
         """The data of `predict`, and the state to predict with."""
         self._follow_module()
-        x = self._trainer.task.roles.of_data_set(x, has_targets=False)
-        inputs = prepare_inputs(x)
+        inputs = self._inputs(x)
         if isinstance(inputs, tuple):
             _check_is_batch(inputs[0], self._trainer.input_shapes)
         data = self._trainer.begin_with(in_order(inputs, batch_size), **options)
@@ -310,6 +307,10 @@ class Evaluation(Persistence):
         """The arguments in the form of `prepare`."""
         outputs = self._trainer.task.outputs
         return prepare(self._columns(x, y), y, sample_weight, outputs=outputs)[0]
+
+    def _inputs(self, x: Data) -> Data:
+        """The data of `predict` in the form of `prepare_inputs`, its columns taken by name."""
+        return prepare_inputs(self._trainer.task.roles.of_data_set(x, has_targets=False))
 
     def _columns(self, data: Data, y: PyTree = None) -> Data:
         """A mapping of arrays as a data set, its columns taken by name; other data unchanged."""

@@ -7,7 +7,6 @@ from typing import Any
 from flaxfit import modules
 from flaxfit.data import as_stream
 from flaxfit.data._batch import normalize
-from flaxfit.data._fit_arguments import prepare_inputs
 from flaxfit.data._rewind import borrowed
 from flaxfit.display import _html, count
 from flaxfit.display._tracebacks import short_errors
@@ -46,9 +45,8 @@ class Examination(Evaluation):
                 "...)) takes a shape, with None as the size of the batch; call it before summary()."
             )
         if x is not None:
-            roles = self._trainer.task.roles
-            first = next(as_stream(prepare_inputs(roles.of_data_set(x, has_targets=False))))
-            inputs = shapes_of(normalize(roles.inputs_of(first)).inputs)
+            first = next(as_stream(self._inputs(x)))
+            inputs = shapes_of(normalize(self._trainer.task.roles.inputs_of(first)).inputs)
         elif inputs is None:
             raise ValueError("summary() needs inputs before the first fit: model.summary(x).")
         trainer = self._trainer

@@ -1,9 +1,9 @@
 """The train/eval flags: their names and values."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import Function
 
 _IN_TRAINING = {
@@ -72,11 +72,3 @@ def check_switches(values: Mapping[str, object], owner: str) -> None:
             f"one of {', '.join(_IN_TRAINING)}. Or pass Model a pair (module.init, apply) with "
             "`def apply(variables, *inputs, train, **options)`."
         )
-
-
-def parameters(function: Function | None) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function by name; empty if Python cannot inspect it."""
-    try:
-        return {} if function is None else inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}

@@ -14,12 +14,12 @@ from flaxfit.modules._flags import (
     call_flags,
     check_switches,
     input_names,
-    parameters,
     switches,
 )
 from flaxfit.modules._functions import WRITTEN, GivenInit, ModelFunctions, Names, check_losses
 from flaxfit.modules._handle import ModuleHandle, with_handle
 from flaxfit.modules._nnx_factory import abstract_of, make
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import Function, PyTree, Rngs, Variables
 
 

@@ -5,7 +5,7 @@ import inspect
 import sys
 from typing import Any
 
-from flaxfit.modules._flags import parameters
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import Function, Rngs
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from flaxfit.modules._flags import parameters
 from flaxfit.modules._nnx import from_nnx, update_nnx
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import Function, PyTree, Sums
 
 

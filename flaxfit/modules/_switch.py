@@ -12,13 +12,13 @@ from flaxfit.modules._flags import (
     check_switches,
     flags,
     input_names,
-    parameters,
 )
 from flaxfit.modules._functions import ModelFunctions, Names, with_losses
 from flaxfit.modules._handle import ModuleHandle, attached, is_module, with_handle
 from flaxfit.modules._nnx import from_nnx
 from flaxfit.modules._nnx_factory import is_factory, is_nnx
 from flaxfit.tree._checks import check_is_function
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import Function, PyTree, Variables
 
 

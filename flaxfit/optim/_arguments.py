@@ -8,6 +8,7 @@ import jax
 import optax
 
 from flaxfit.optim._freeze import merge
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import Function, OptState, Params, PyTree
 
 OPTAX_ARGUMENTS = frozenset(("grad", "grad_fn", "obj_fn", "value", "value_fn"))
@@ -82,7 +83,4 @@ def selected(labels: PyTree, label: int, tree: PyTree) -> PyTree:
 
 def parameters_of(update: Function) -> list[inspect.Parameter]:
     """The parameters of an update after gradients, state and the parameters that it updates."""
-    try:
-        return list(inspect.signature(update).parameters.values())[3:]
-    except (TypeError, ValueError):  # Some callables have no signature.
-        return []
+    return list(parameters(update).values())[3:]

@@ -1,6 +1,6 @@
 """Finds, reads and sets hyperparameters anywhere in an optimizer state."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -174,13 +174,7 @@ def scheduled(state: OptState, group: str | None = None) -> set[str]:
 
 def group_name(state: OptState, group: str | int) -> str:
     """Returns the name of a group, which may be given by its position."""
-    names = list(dict.fromkeys(name for name, _ in _groups(state)))
-    if group in names:
-        return str(group)
-    if isinstance(group, int) and -len(names) <= group < len(names):
-        return names[group]
-    known = f"The groups are {names}." if names else "This optimizer has no groups."
-    raise ValueError(f"There is no group {group!r}. {known}")
+    return _name_among(list(dict.fromkeys(name for name, _ in _groups(state))), group)
 
 
 def group_named(state: OptState, group: str | int) -> str:
@@ -196,12 +190,16 @@ def group_named(state: OptState, group: str | int) -> str:
             f"Cannot update the group {group!r} alone: the optimizer has no groups. Make it with "
             "flaxfit.optim.MultiOptimizer((filter, optimizer), ...)."
         )
-    names = list(_children(found))
+    return _name_among(list(_children(found)), group)
+
+
+def _name_among(names: Sequence[str], group: str | int) -> str:
     if group in names:
         return str(group)
     if isinstance(group, int) and -len(names) <= group < len(names):
         return names[group]
-    raise ValueError(f"There is no group {group!r}. The groups are {names}.")
+    known = f"The groups are {names}." if names else "This optimizer has no groups."
+    raise ValueError(f"There is no group {group!r}. {known}")
 
 
 def is_injected(node: PyTree) -> bool:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, call, n_examples
-from flaxfit.modules._flags import parameters
 from flaxfit.modules._switch import handle_of
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._compare import ForwardPass, compare
@@ -25,6 +24,7 @@ from flaxfit.task._no_loss import as_all_loss, with_penalty
 from flaxfit.task._output_metrics import with_names
 from flaxfit.task._precision import in_precision
 from flaxfit.task._task import EvalTask, TrainTask
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import PyTree
 
 _ALONE = Replicas(None)

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from flaxfit.modules._flags import parameters
 from flaxfit.modules._handle import is_module
 from flaxfit.modules._switch import as_apply, functions_of
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Function, Variables
 

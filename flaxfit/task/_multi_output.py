@@ -166,7 +166,7 @@ def as_loss(loss: Any, weights: Any = None) -> Any:
     given = {name: each for name, each in loss.items() if each is not None}
     if not given:
         raise ValueError("There is no loss: name one for each output that is to be trained.")
-    if _is_number(weights):
+    if is_number(weights):
         weights = dict.fromkeys(given, weights)
     if weights is not None and not isinstance(weights, Mapping):
         if len(weights) != len(loss):
@@ -190,11 +190,9 @@ def weight_of(loss: Any, weights: Any) -> float:
     if weights is None or isinstance(loss, LossByOutput):
         return 1.0
     each: Any = weights
-    is_number = _is_number(weights)
     if isinstance(weights, list | tuple) and len(weights) == 1:
         (each,) = weights
-        is_number = _is_number(each)
-    if not is_number:
+    if not is_number(each):
         raise ValueError(
             f"loss_weights={weights!r:.60} weigh the losses of several outputs, and there is one "
             f"loss, {loss!r:.60}: give a number, or a loss for each output, such as "
@@ -203,7 +201,8 @@ def weight_of(loss: Any, weights: Any) -> float:
     return float(each)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether an option is a number, which a bool is not."""
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import optax
 from flax.core.scope import in_filter
 
@@ -18,7 +17,7 @@ from flaxfit.optim._extended import extend, late_of
 from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._optimizer import Optimizer
 from flaxfit.task._companions import as_companions
-from flaxfit.task._multi_output import as_loss
+from flaxfit.task._multi_output import as_loss, is_number
 from flaxfit.task._no_loss import no_loss
 from flaxfit.task._output_metrics import as_metrics
 from flaxfit.task._precision import check_precision
@@ -71,9 +70,9 @@ def _check_values(task: Any) -> None:
     check_precision("TrainTask", task.precision)
     check_across(task.across)
     whole_number("accumulate", task.accumulate)
-    if task.clip_norm is not None and not (_is_number(task.clip_norm) and task.clip_norm > 0):
+    if task.clip_norm is not None and not (is_number(task.clip_norm) and task.clip_norm > 0):
         raise ValueError(f"clip_norm must be more than 0, or None, got {task.clip_norm!r}.")
-    if task.ema is not None and not (_is_number(task.ema) and 0 < task.ema < 1):
+    if task.ema is not None and not (is_number(task.ema) and 0 < task.ema < 1):
         raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {task.ema!r}.")
     if task.ema_overwrite_frequency is not None:
         whole_number("ema_overwrite_frequency", task.ema_overwrite_frequency)
@@ -82,7 +81,7 @@ def _check_values(task: Any) -> None:
                 f"ema_overwrite_frequency={task.ema_overwrite_frequency} needs the moving average "
                 "that it writes: set ema to its decay, such as ema=0.999."
             )
-    check_reports_penalty(task.penalty_in_loss)
+    check_flag("penalty_in_loss", task.penalty_in_loss)
     if task.penalty_in_loss and task.mutable is not None and not in_filter(task.mutable, "losses"):
         raise ValueError(
             f"penalty_in_loss=True and mutable={task.mutable!r:.60} exclude each other: the losses "
@@ -95,7 +94,7 @@ def _check_values(task: Any) -> None:
     _check_example_grads_hook(task)
     check_hooks(task)
     above = task.skip_above
-    if above is not None and not (_is_number(above) and above > 0):
+    if above is not None and not (is_number(above) and above > 0):
         raise ValueError(
             f"skip_above must be a number of standard deviations, such as 6.0, got {above!r}."
         )
@@ -122,8 +121,7 @@ def _check_example_grads_hook(task: Any) -> None:
 
 
 def _check_saved(save_companions: object, companions: Mapping[str, Any]) -> None:
-    if not isinstance(save_companions, bool):
-        raise TypeError(f"save_companions must be True or False, got {save_companions!r:.60}.")
+    check_flag("save_companions", save_companions)
     if save_companions and not companions:
         raise ValueError("save_companions=True would have no effect: the task has no companions.")
 
@@ -143,10 +141,10 @@ def check_across(across: str | None) -> None:
         raise ValueError(f"across must be 'batch' or None, got {across!r:.60}.")
 
 
-def check_reports_penalty(penalty_in_loss: object) -> None:
-    """Checks that the flag of the reported loss is True or False."""
-    if not isinstance(penalty_in_loss, bool):
-        raise TypeError(f"penalty_in_loss must be True or False, got {penalty_in_loss!r:.60}.")
+def check_flag(name: str, given: object) -> None:
+    """Checks that an option is True or False."""
+    if not isinstance(given, bool):
+        raise TypeError(f"{name} must be True or False, got {given!r:.60}.")
 
 
 def _check_collected(metrics: Mapping[str, Metric]) -> None:
@@ -280,7 +278,3 @@ def _say_tx() -> None:
 def names_of(names: Sequence[str]) -> tuple[str, ...]:
     """One name or several, as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.generic) and not isinstance(value, bool)

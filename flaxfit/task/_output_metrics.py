@@ -106,15 +106,8 @@ class MetricOfOutput(metrics.Metric):
     @classmethod
     def of(cls, output: str, metric: metrics.Metric) -> Self:
         """Makes a metric that of an output."""
-        return cls(
-            metric.measure,
-            metric.compute,
-            metric.name,
-            values=metric.values,
-            mode=metric.mode,
-            max_rows=metric.max_rows,
-            output=output,
-        )
+        fields = dataclasses.fields(metrics.Metric)
+        return cls(**{each.name: getattr(metric, each.name) for each in fields}, output=output)
 
 
 def with_names(task: Any, outputs: PyTree) -> PyTree:

@@ -4,7 +4,7 @@ import functools
 import inspect
 from typing import Any
 
-from flaxfit.modules._flags import parameters
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import Function
 
 

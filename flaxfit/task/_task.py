@@ -16,8 +16,8 @@ from flaxfit.task._companions import as_companions
 from flaxfit.task._multi_output import as_loss
 from flaxfit.task._options import (
     check_across,
+    check_flag,
     check_objective,
-    check_reports_penalty,
     names_of,
     resolved,
 )
@@ -248,7 +248,7 @@ class EvalTask:
         if self.objective is None:
             check_streams("EvalTask", rngs, apply)
         check_across(self.across)
-        check_reports_penalty(self.penalty_in_loss)
+        check_flag("penalty_in_loss", self.penalty_in_loss)
         pad = self.pad and self.across is None
         self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=rngs, pad=pad)
         self.__dict__["companions"] = companions

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import PyTree
 
 # "gs://bucket", and "gs:/bucket" as pathlib writes it.
@@ -116,10 +117,6 @@ def _check_names(kind: str, names: Sequence[str]) -> None:
 
 def _first_two(function: PyTree) -> list[str]:
     """Returns the names of the first two arguments, or [] if they are unknown or fewer."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [each.name for each in parameters if each.kind in kinds]
+    names = [each.name for each in parameters(function).values() if each.kind in kinds]
     return names[:2] if len(names) > 1 else []

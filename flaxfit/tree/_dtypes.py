@@ -13,7 +13,6 @@ _KINDS = "biufcV"
 _WIDENED = {
     np.dtype(getattr(jnp, name)): np.dtype(name[:-1] + "8")
     for name in ("int2", "int4", "uint2", "uint4")
-    if hasattr(jnp, name)
 }
 
 

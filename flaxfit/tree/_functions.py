@@ -1,12 +1,21 @@
-"""Attributes that flaxfit reads of callables: the object of a callback, its order, and marks."""
+"""What flaxfit reads of callables: parameters, the object of a callback, its order, and marks."""
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import TypeVar
 
 from flaxfit.tree._types import Function, PyTree
 
 F = TypeVar("F", bound=Function)
+
+
+def parameters(function: Function | None) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name; empty if Python cannot inspect it."""
+    try:
+        return {} if function is None else inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def owner_of(callback: Function) -> PyTree:

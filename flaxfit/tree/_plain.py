@@ -6,6 +6,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from flaxfit.tree._put import put_like
 from flaxfit.tree._types import ArrayLike, PyTree
@@ -49,13 +50,7 @@ def as_plain(tree: PyTree) -> PyTree:
     leaves = _leaves(tree)
     if leaves.keys() == {()}:
         return _plain(leaves[()])
-    plain: dict[str, PyTree] = {}
-    for (*parents, name), leaf in leaves.items():
-        place = plain
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = _plain(leaf)
-    return plain
+    return unflatten_dict({path: _plain(leaf) for path, leaf in leaves.items()})
 
 
 def restore(tree: T, plain: PyTree) -> T:
