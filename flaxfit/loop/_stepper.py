@@ -246,7 +246,8 @@ class Stepper:
             items = items[:1]
         if not items:
             return None
-        self.expect(items[0])
+        if not self.feed.is_decided:
+            self.expect(items[0])
         return self.feed.load(items)
 
     def _load_given(self, batch: PyTree) -> Loaded:
@@ -263,10 +264,9 @@ class Stepper:
         return feed.load_given(item)
 
     def expect(self, item: PyTree) -> None:
-        """Inspects the batch of a fetched item, if it is the first one."""
-        if not self.feed.is_decided:
-            with self.inspecting:
-                self.inspect_first(self.feed.examples(item))
+        """Inspects the batch of a fetched item, the first one."""
+        with self.inspecting:
+            self.inspect_first(self.feed.examples(item))
 
     def first_batch(self) -> PyTree:
         """Returns the next batch, which stays to be trained on; raises if there is none."""

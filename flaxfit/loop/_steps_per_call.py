@@ -62,7 +62,8 @@ def next_is_slow(stepper: Any) -> bool:
         if cursor is not stepper.cursor:  # Reading it has set other data.
             return next_is_slow(stepper)
         if items:
-            stepper.expect(items[0])
+            if not feed.is_decided:
+                stepper.expect(items[0])
             if is_mixed:
                 portion = feed.portion(items[0])
                 inspection.inspect_loops(stepper.task, stepper.state, portion)
