@@ -195,11 +195,11 @@ class EvalLoop:
             collected.add(own.join(rows))
 
         first = feed.first()
-        if first is None:
+        if not first:
             consistency.end("evaluation", n, ())
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         state = strategy.share(self._measured(state))
-        sums = self._inspect(feed, first, state, data, is_cut=n_steps is not None)
+        sums = self._inspect(feed, first[0], state, data, is_cut=n_steps is not None)
         totals, shapes = _metric_totals.zero_totals(sums), structure_of(state)
         layout = StateLayout(state)
         leaves = layout.flatten(state)
@@ -260,9 +260,10 @@ class EvalLoop:
         feed = self._pass(data, n_steps)
         with in_phase("training"):
             first = feed.first()
-        if first is not None:
+        if first:
+            state, is_cut = self._measured(state), n_steps is not None
             with in_phase("preparing"):
-                self._inspect(feed, first, self._measured(state), data, is_cut=n_steps is not None)
+                self._inspect(feed, first[0], state, data, is_cut=is_cut)
 
     def _given(self, data: Data) -> Data:
         """Returns the data to measure on: that of the task, if no other is given."""

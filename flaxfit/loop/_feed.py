@@ -82,10 +82,9 @@ class Feed:
 
     # The first batch.
 
-    def first(self) -> PyTree:
-        """Returns the next batch, which stays to be computed on; None at the end of the data."""
-        fetched = self.cursor.peek()
-        return self.examples(fetched[0]) if fetched else None
+    def first(self) -> list[PyTree]:
+        """Returns the next batch, which stays to be computed on; none at the end of the data."""
+        return [self.examples(item) for item in self.cursor.peek()]
 
     def whole(self) -> Batch | None:
         """Returns all examples as one batch; None if the stream cannot give them."""

@@ -113,9 +113,9 @@ class Predictor:
     ) -> Iterator[tuple[PyTree, PyTree]]:
         """Yields items and the outputs for them, unpadded; reads a few items ahead."""
         first = feed.first()
-        if first is None:
+        if not first:
             return
-        self._decide(feed, state, strategy, first)
+        self._decide(feed, state, strategy, first[0])
         layout, shapes = StateLayout(state), structure_of(state)
         leaves = layout.flatten(state)
         latest = program = n_cut = None

@@ -254,9 +254,9 @@ class Stepper:
         """A batch that is not of the stream."""
         feed, item = self.feed, self.task.roles(batch)
         if not feed.is_decided:
-            first = feed.first() if self.cursor.has_data else None
+            first = feed.first() if self.cursor.has_data else []
             with self.inspecting:
-                self.inspect_first(item if first is None else first)
+                self.inspect_first(first[0] if first else item)
         if not feed.is_decided_for_given:
             given = feed.given(item)
             is_known = feed.may_pad
@@ -270,10 +270,9 @@ class Stepper:
 
     def first_batch(self) -> PyTree:
         """Returns the next batch, which stays to be trained on; raises if there is none."""
-        batch = self.feed.first()
-        if batch is None:
-            raise ValueError("The data holds no batches: there is nothing to train on.")
-        return batch
+        for batch in self.feed.first():
+            return batch
+        raise ValueError("The data holds no batches: there is nothing to train on.")
 
     def inspect_first(self, batch: PyTree) -> None:
         """Validates the first batch, which decides how all are padded or split."""
