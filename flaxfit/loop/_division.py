@@ -178,6 +178,17 @@ def _moved(state: PyTree, amount: ArrayLike) -> PyTree:
     return state.replace(params=jax.tree.map(moved, state.params))
 
 
+class _Programs(NamedTuple):
+    """What a trial runs: `(state with an amount, batch, seed) -> Pass`, compiled when called."""
+
+    one: Function
+    """The pass over a batch, or a part of it."""
+    together: Function
+    """The pass over halves that are stacked, which may reduce over the axis of replicas."""
+    evaluation: Function | None
+    """The pass in evaluation mode."""
+
+
 class Division(NamedTuple):
     """How the batches of a pass are divided."""
 
@@ -245,9 +256,10 @@ class Division(NamedTuple):
                 proof = prove(run, *given)._replace(is_apart=False, names_axis=True)
         if not proof.is_apart:
             batch = batch if load is None else load()
+            # The programs are compiled once, for both amounts.
+            attempt, own = self._trial(run, batch, states, proof, n), self._own(state)
             for amount in (0.0, _AMOUNT) if load is None else (0.0,):
-                own = self._own(state), np.float32(amount)
-                found = self._tried(run, own, batch, states, proof, n)
+                found = attempt((own, np.float32(amount)))
                 if found[0] or any(found[1]):
                     break
         if self.strategy.n_processes > 1:
@@ -265,18 +277,35 @@ class Division(NamedTuple):
         moved = _moved(self._own(state), np.float32(_AMOUNT))
         return batch._replace(inputs=run(moved, batch, states))
 
-    def _tried(
-        self, run: Function, state: PyTree, batch: Batch, states: PyTree, proof: Proof, n: int
-    ) -> tuple[str, Difference]:
-        """Tries it, where it is not proved; the state comes with how far to move parameters."""
-        axis, jit = self.strategy.axis_name, (lambda f: f) if runs_eagerly(run) else jax.jit
+    def _trial(
+        self, run: Function, batch: Batch, states: PyTree, proof: Proof, n: int
+    ) -> Callable[[tuple[PyTree, ArrayLike]], tuple[str, Difference]]:
+        """Returns a function that tries it on a state, given with how far to move parameters."""
+        jit = (lambda f: f) if runs_eagerly(run) else jax.jit
 
         def made(function: Function) -> Function:
             moved = jit(lambda state, *others: function(_moved(*state), *others))
             return lambda state, batch, seed: moved(state, batch, states, seed)
 
-        one, together = made(run), made(jax.vmap(self.run, (None, 0, None, None), axis_name=axis))
+        axes = None, 0, None, None
+        programs = _Programs(
+            made(run),
+            made(jax.vmap(self.run, axes, axis_name=self.strategy.axis_name)),
+            None if self.evaluation is None else made(self.strategy.bind(self.evaluation)),
+        )
+        return lambda state: self._tried(programs, state, batch, states, proof, n)
 
+    def _tried(
+        self,
+        programs: "_Programs",
+        state: tuple[PyTree, ArrayLike],
+        batch: Batch,
+        states: PyTree,
+        proof: Proof,
+        n: int,
+    ) -> tuple[str, Difference]:
+        """Tries it, where it is not proved; the state comes with how far to move parameters."""
+        axis, (one, together, evaluation) = self.strategy.axis_name, programs
         halves = functools.partial(
             *(try_halves, one, state, batch),
             before=getattr(state[0], "model_state", ()),
@@ -293,10 +322,13 @@ class Division(NamedTuple):
             changed = halves()
             mixed = changed.rows
         is_random = proof.draws and not self.is_noisy
-        if is_random and self.evaluation is not None and not (is_joint or mixed):
-            evaluation = made(self.strategy.bind(self.evaluation))
-            if not varies(evaluation, state, batch):
-                mixed = try_halves(evaluation, state, batch, compute=self.compute).rows
+        if (
+            is_random
+            and evaluation is not None
+            and not (is_joint or mixed)
+            and not varies(evaluation, state, batch)
+        ):
+            mixed = try_halves(evaluation, state, batch, compute=self.compute).rows
         if mixed and not is_joint:
             changed = Difference(rows=mixed)
         # Losses of the library reduce over replicas only where the axis is mapped, which the trial
