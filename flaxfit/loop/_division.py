@@ -186,7 +186,7 @@ class _Programs(NamedTuple):
     together: Function
     """The pass over halves that are stacked, which may reduce over the axis of replicas."""
     evaluation: Function | None
-    """The pass in evaluation mode."""
+    """The pass in evaluation mode, if that is to be tried."""
 
 
 class Division(NamedTuple):
@@ -241,25 +241,12 @@ class Division(NamedTuple):
         """
         if not has_rows(batch):
             return "", Difference()
-        n_shares = self.n_replicas * self.n_parts
-        run, n = self.strategy.bind(self.run), max(2, -(-n_examples(batch) // n_shares))
         found: tuple[str, Difference] = "", Difference()
-        given = state, batch, states, n, n_shares if n_shares > 1 else 2
-        is_eager, proof = runs_eagerly(run), Proof(is_apart=False)
-        if not is_eager:
-            proof = prove(
-                run if self.strategy.axis_name is None else self.run,
-                *given,
-                is_chained=self.n_parts > 1,
-            )
-            if proof.names_axis:
-                proof = prove(run, *given)._replace(is_apart=False, names_axis=True)
+        proof = self._prove(self.run, state, batch, states, is_chained=self.n_parts > 1)
         if not proof.is_apart:
-            batch = batch if load is None else load()
-            # The programs are compiled once, for both amounts.
-            attempt, own = self._trial(run, batch, states, proof, n), self._own(state)
+            attempt = self._trial(state, batch if load is None else load(), states, proof)
             for amount in (0.0, _AMOUNT) if load is None else (0.0,):
-                found = attempt((own, np.float32(amount)))
+                found = attempt(np.float32(amount))
                 if found[0] or any(found[1]):
                     break
         if self.strategy.n_processes > 1:
@@ -277,23 +264,56 @@ class Division(NamedTuple):
         moved = _moved(self._own(state), np.float32(_AMOUNT))
         return batch._replace(inputs=run(moved, batch, states))
 
+    def _prove(
+        self,
+        run: Function,
+        state: PyTree,
+        batch: Batch,
+        states: PyTree,
+        *,
+        is_chained: bool = False,
+    ) -> Proof:
+        """Tries to prove it for a pass, unless that runs operation by operation."""
+        bound, n_shares = self.strategy.bind(run), self.n_replicas * self.n_parts
+        if runs_eagerly(bound):
+            return Proof(is_apart=False)
+        given = state, batch, states, self._part(batch), n_shares if n_shares > 1 else 2
+        axis = self.strategy.axis_name
+        proof = prove(bound if axis is None else run, *given, is_chained=is_chained)
+        if not proof.names_axis:
+            return proof
+        return prove(bound, *given)._replace(is_apart=False, names_axis=True)
+
+    def _part(self, batch: Batch) -> int:
+        """The number of examples in a part of a batch, at least 2."""
+        return max(2, -(-n_examples(batch) // (self.n_replicas * self.n_parts)))
+
     def _trial(
-        self, run: Function, batch: Batch, states: PyTree, proof: Proof, n: int
-    ) -> Callable[[tuple[PyTree, ArrayLike]], tuple[str, Difference]]:
-        """Returns a function that tries it on a state, given with how far to move parameters."""
+        self, state: PyTree, batch: Batch, states: PyTree, proof: Proof
+    ) -> Callable[[ArrayLike], tuple[str, Difference]]:
+        """Returns a function that tries it after parameters were moved by an amount.
+
+        The programs are compiled once, for all amounts.
+        """
+        run, own = self.strategy.bind(self.run), self._own(state)
         jit = (lambda f: f) if runs_eagerly(run) else jax.jit
 
         def made(function: Function) -> Function:
             moved = jit(lambda state, *others: function(_moved(*state), *others))
             return lambda state, batch, seed: moved(state, batch, states, seed)
 
+        evaluation = self.evaluation if proof.draws and not self.is_noisy else None
+        # Where the proof holds, no trial: it would refuse numbers that a module draws from a key of
+        # its own, which are the same for each seed, and others for other sizes.
+        if evaluation is not None and self._prove(evaluation, state, batch, states).is_apart:
+            evaluation = None
         axes = None, 0, None, None
         programs = _Programs(
             made(run),
             made(jax.vmap(self.run, axes, axis_name=self.strategy.axis_name)),
-            None if self.evaluation is None else made(self.strategy.bind(self.evaluation)),
+            None if evaluation is None else made(self.strategy.bind(evaluation)),
         )
-        return lambda state: self._tried(programs, state, batch, states, proof, n)
+        return lambda amount: self._tried(programs, (own, amount), batch, states, proof)
 
     def _tried(
         self,
@@ -302,7 +322,6 @@ class Division(NamedTuple):
         batch: Batch,
         states: PyTree,
         proof: Proof,
-        n: int,
     ) -> tuple[str, Difference]:
         """Tries it, where it is not proved; the state comes with how far to move parameters."""
         axis, (one, together, evaluation) = self.strategy.axis_name, programs
@@ -317,17 +336,11 @@ class Division(NamedTuple):
         changed = Difference()
         is_joint = proof.names_axis and axis is not None and self.n_parts == 1
         if not proof.is_alike and not (is_joint or mixed):
-            mixed = try_parts(one, state, batch, n)
+            mixed = try_parts(one, state, batch, self._part(batch))
         if not (is_joint or mixed):
             changed = halves()
             mixed = changed.rows
-        is_random = proof.draws and not self.is_noisy
-        if (
-            is_random
-            and evaluation is not None
-            and not (is_joint or mixed)
-            and not varies(evaluation, state, batch)
-        ):
+        if evaluation is not None and not (is_joint or mixed or varies(evaluation, state, batch)):
             mixed = try_halves(evaluation, state, batch, compute=self.compute).rows
         if mixed and not is_joint:
             changed = Difference(rows=mixed)

@@ -314,6 +314,35 @@ def test_dropout_hides_neither_the_number_nor_the_place_of_rows(is_placed, owner
     model.fit(X, Y, 20, verbose=0)
 
 
+class Autoencoder(nnx.Module):
+    """Draws from a key of its own, and leaves a penalty; perhaps knows the number of its rows."""
+
+    def __init__(self, *, is_scaled):
+        self.encode, self.decode = (nnx.Linear(4, n, rngs=nnx.Rngs(0)) for n in (4, 2))
+        self.is_scaled, self.rngs = is_scaled, nnx.Rngs(0)
+
+    def __call__(self, x):
+        mean, scale = self.encode(x), 0.1
+        self.divergence = nnx.Intermediate((mean**2).mean())
+        z = mean + scale * jax.random.normal(self.rngs.noise(), mean.shape)
+        return self.decode(z) / (len(x) if self.is_scaled else 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"), [("shard_map", 1), slow("virtual", 1), slow(None, 2)]
+)
+def test_numbers_that_a_module_draws_by_itself_are_no_combination_of_rows(strategy, accumulate):
+    def fit(*, is_scaled):
+        place = FOUR[strategy]() if strategy else ff.DataParallel(ONE)
+        options = {"losses": nnx.Intermediate, "strategy": place, "accumulate": accumulate}
+        module = Autoencoder(is_scaled=is_scaled)
+        return ff.Model(module, optax.sgd(0.1), "mse", **options).fit(X, Y, 20, verbose=0)
+
+    assert np.isfinite(fit(is_scaled=False)["loss"]).all()
+    with pytest.raises(ValueError, match="from other examples of its batch"):
+        fit(is_scaled=True)
+
+
 def residual(apply, batch, rngs):
     """The square of u' + u at each point, and of u - 1 at a fixed boundary."""
     (x,) = batch.inputs
