@@ -270,9 +270,10 @@ class Stepper:
 
     def first_batch(self) -> PyTree:
         """Returns the next batch, which stays to be trained on; raises if there is none."""
-        for batch in self.feed.first():
-            return batch
-        raise ValueError("The data holds no batches: there is nothing to train on.")
+        first = self.feed.first()
+        if not first:
+            raise ValueError("The data holds no batches: there is nothing to train on.")
+        return first[0]
 
     def inspect_first(self, batch: PyTree) -> None:
         """Validates the first batch, which decides how all are padded or split."""

@@ -807,6 +807,7 @@ class TrainLoop:
         )
 
     def __setattr__(self, name: str, value: object) -> None:
+        # An option of the task, set here, would be kept and read by nothing: `loop.clip_norm = 1`.
         is_ours = type(self).__module__.startswith("flaxfit.")  # Others keep what they like.
         if is_ours and (name in _OPTIONS or name in _RATES) and not hasattr(type(self), name):
             advice = f"use TrainLoop(loop.state, dataclasses.replace(loop.task, {name}=...))"

@@ -36,7 +36,7 @@ def test_a_single_process_computes_with_every_row():
     stream, strategy = ArrayStream(X, batch_size=4, epochs=1), DataParallel(jax.devices()[:1])
     assert not knows_rows(stream)
     feed = feed_of(stream, strategy)
-    feed.begin(feed.first())
+    feed.begin(*feed.first())
     feed.decide("")
     loaded = [each for _, each in feed]
     np.testing.assert_array_equal([each.batch.inputs[0] for each in loaded], X.reshape(2, 4))

@@ -1,4 +1,4 @@
-"""What a training loop says of itself."""
+"""What a training loop says of itself, and what can be set on it."""
 
 import dataclasses
 import xml.etree.ElementTree as ET
