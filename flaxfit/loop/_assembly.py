@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.data._batch import Batch
 from flaxfit.loop._padding import Portion
 from flaxfit.tree._types import Array, PyTree
 
@@ -27,11 +26,6 @@ class Loaded(NamedTuple):
     def n_bytes(self) -> int:
         """The bytes that they take on each device."""
         return sum(x.nbytes for x in self.arrays) // len(self.portion.strategy.devices)
-
-    @property
-    def batch(self) -> Batch:
-        """The arrays as a batch."""
-        return jax.tree.structure(self.portion.batch).unflatten(self.arrays)
 
 
 class _Known(NamedTuple):

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from internals import batch_of
 
 from flaxfit import ArrayStream, DataParallel
 from flaxfit.data import as_stream
@@ -39,7 +40,7 @@ def test_a_single_process_computes_with_every_row():
     feed.begin(*feed.first())
     feed.decide("")
     loaded = [each for _, each in feed]
-    np.testing.assert_array_equal([each.batch.inputs[0] for each in loaded], X.reshape(2, 4))
+    np.testing.assert_array_equal([batch_of(each).inputs[0] for each in loaded], X.reshape(2, 4))
     assert not feed.is_own and feed.batch_size == 4
 
 

@@ -1,5 +1,7 @@
 """What tests read of a loop or a model that users need not see: one place to change with them."""
 
+import jax
+
 
 def programs_of(loop):
     """The compiled steps of a loop, by the signature of their batch."""
@@ -21,6 +23,11 @@ def resident_inputs_of(loop):
     return loop._stepper.feed.resident.inputs[0]
 
 
+def batch_of(loaded):
+    """What an `Assembler` has loaded, as a batch."""
+    return jax.tree.structure(loaded.portion.batch).unflatten(loaded.arrays)
+
+
 def is_holding_interrupts(loop):
     """Whether an interrupt would wait."""
     return loop._stepper.interrupts.is_held
@@ -39,6 +46,5 @@ def loop_of_model(model):
 def n_programs_of(model):
     """How many programs `fit`, `evaluate` and `predict` of a model have compiled."""
     trainer = len(programs_of(loop_of_model(model))) if model._trainer.loop else 0
-    return trainer, *map(
-        len, (model._evaluator._programs.compiled, model._predictor.programs.compiled)
-    )
+    others = model._evaluator._programs, model._predictor.programs
+    return trainer, *(len(each.compiled) for each in others)
