@@ -1,46 +1,25 @@
-"""load_tf_ckpt: reads TensorFlow's checkpoints (tensor bundles) without TensorFlow."""
+"""load_tf_ckpt: reads TensorFlow's checkpoints, with TensorFlow."""
 
 import math
 import os
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from flaxfit.importers._bundle_entry import Entry, n_shards_in, place_of, read_entry, slice_key
-from flaxfit.importers._crc32c import crc32c, unmasked
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
-from flaxfit.importers._table import read_table
-from flaxfit.importers._unreadable import UnreadableFile, reading, require
+from flaxfit.importers._unreadable import UnreadableFile, as_dtype, reading
 from flaxfit.tree._checks import local_path
 
-_KIND = "a TensorFlow checkpoint (version 2)"
-_TEXT = 7
-_DTYPES: Mapping[int, type[np.generic]] = {
-    1: np.float32,
-    2: np.float64,
-    3: np.int32,
-    4: np.uint8,
-    5: np.int16,
-    6: np.int8,
-    8: np.complex64,
-    9: np.int64,
-    10: np.bool_,
-    14: ml_dtypes.bfloat16,
-    17: np.uint16,
-    18: np.complex128,
-    19: np.float16,
-    22: np.uint32,
-    23: np.uint64,
-    24: ml_dtypes.float8_e5m2,
-    25: ml_dtypes.float8_e4m3fn,
-}
+_KIND = "a TensorFlow checkpoint"
 
 
 def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
-    """Opens a checkpoint that TensorFlow's savers wrote, without TensorFlow.
+    """Opens a checkpoint that TensorFlow's savers wrote; needs `flaxfit[tensorflow]`.
 
     Reads the index at once, and each array when it is accessed, verifying its checksum. Joins
     partitioned variables. Leaves out text, such as the object graph of newer checkpoints.
@@ -57,6 +36,7 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     Raises:
       FileNotFoundError: the checkpoint does not exist.
       UnreadableFile: it is damaged, or of an unsupported kind.
+      ImportError: TensorFlow is not installed.
     """
     prefix = _prefix(local_path(path))
     index = Path(f"{prefix}.index")
@@ -65,17 +45,30 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
             f"No TensorFlow checkpoint at {path}: expected a folder, or a prefix with files such "
             f"as {index.name} and {prefix.name}.data-00000-of-00001."
         )
-    with reading(index, _KIND):
-        table = dict(read_table(index.read_bytes()))
-        n_shards = n_shards_in(table.get(b"", b""))
-        arrays: dict[str, LazyArray] = {}
-        for key, value in table.items():
-            if key[:1] in (b"", b"\0"):  # The header, and the parts of partitioned variables.
-                continue
-            name, entry = key.decode(), read_entry(value)
-            if entry.dtype != _TEXT:
-                arrays[name] = _lazy(prefix, n_shards, name, entry, table)
-        return arrays
+    tf = _import_tensorflow()
+    with reading(index, _KIND, tf.errors.OpError):
+        reader = tf.train.load_checkpoint(str(prefix))
+        dtypes, lock = reader.get_variable_to_dtype_map(), threading.Lock()
+
+        def read(name: str) -> np.ndarray:
+            with lock, reading(f"{name} of {prefix}", _KIND, tf.errors.OpError):
+                return reader.get_tensor(name)
+
+        return {
+            name: _lazy(read, prefix, name, shape, dtypes[name])
+            for name, shape in reader.get_variable_to_shape_map().items()
+            if dtypes[name] is not tf.string
+        }
+
+
+def _import_tensorflow() -> ModuleType:
+    try:
+        import tensorflow
+    except ImportError as error:
+        raise ImportError(
+            "TensorFlow's checkpoints are read with TensorFlow: pip install 'flaxfit[tensorflow]'."
+        ) from error
+    return tensorflow
 
 
 def _prefix(path: Path) -> Path:
@@ -105,44 +98,17 @@ def _prefix(path: Path) -> Path:
 
 
 def _lazy(
-    prefix: Path, n_shards: int, name: str, entry: Entry, table: Mapping[bytes, bytes]
+    read: Callable[[str], np.ndarray], prefix: Path, name: str, shape: Sequence[int], kind: Any
 ) -> LazyArray:
-    if entry.dtype not in _DTYPES:
-        raise UnreadableFile(
-            f"Cannot read {prefix}.index: {name} has TensorFlow's dtype number {entry.dtype}, "
-            "which NumPy lacks. Leave this variable out when writing the checkpoint."
-        )
-    dtype = np.dtype(_DTYPES[entry.dtype])
-    parts = [(entry, ())]
-    if entry.slices:
-        found = [read_entry(table[slice_key(name, extents)]) for extents in entry.slices]
-        places = [place_of(extents, entry.shape) for extents in entry.slices]
-        parts = list(zip(found, places, strict=True))
-    sizes = [part.size for part, _ in parts]
-    stated = math.prod(entry.shape) * dtype.itemsize
-    require(len(entry.shape) <= 32 and sum(sizes) == stated, f"the size of {name} is wrong")
+    dtype = as_dtype(kind.name)
 
-    def read() -> np.ndarray:
-        with reading(f"{name} of {prefix}", _KIND):
-            if not entry.slices:
-                return _read(prefix, n_shards, entry, dtype).reshape(entry.shape)
-            whole = np.empty(entry.shape, dtype)
-            for part, place in parts:
-                whole[place] = _read(prefix, n_shards, part, dtype).reshape(whole[place].shape)
-            return whole
+    def checked() -> np.ndarray:
+        files = prefix.parent.glob(f"{prefix.name}.data-*-of-*")
+        # TensorFlow allocates the array before it reads.
+        if math.prod(shape) * dtype.itemsize > sum(file.stat().st_size for file in files):
+            raise UnreadableFile(
+                f"Cannot read {name} of {prefix}: its data files are missing or cut short."
+            )
+        return read(name)
 
-    return LazyThreadPoolArray(entry.shape, dtype, read)
-
-
-def _read(prefix: Path, n_shards: int, entry: Entry, dtype: np.dtype) -> np.ndarray:
-    path = Path(f"{prefix}.data-{entry.shard:05d}-of-{n_shards:05d}")
-    if not path.is_file():
-        raise UnreadableFile(f"Cannot read {prefix}: its data file {path.name} is missing.")
-    with path.open("rb") as file:
-        left = os.fstat(file.fileno()).st_size - entry.offset
-        require(entry.size <= left, f"its data file {path.name} is cut short")
-        file.seek(entry.offset)
-        data = np.fromfile(file, np.uint8, entry.size)
-    is_whole = entry.checksum is None or crc32c(data) == unmasked(entry.checksum)
-    require(is_whole, f"the checksum of the data in {path.name} is wrong")
-    return data.view(dtype)
+    return LazyThreadPoolArray(tuple(shape), dtype, checked)

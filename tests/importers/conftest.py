@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from flax import serialization
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "write_with_tensorflow.py"
@@ -26,6 +27,14 @@ def truth():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.CHECKPOINTS
+
+
+@pytest.fixture(scope="session")
+def small_t5(truth, tmp_path_factory):
+    """The path of a T5 checkpoint in a format that needs no other library."""
+    path = tmp_path_factory.mktemp("small_t5") / "small_t5.msgpack"
+    path.write_bytes(serialization.msgpack_serialize(truth["small_t5"]()))
+    return path
 
 
 @pytest.fixture(scope="session")

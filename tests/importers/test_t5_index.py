@@ -1,5 +1,6 @@
 """The index of a checkpoint that mesh-TensorFlow itself wrote, where it lies beside the project."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def variables_of_model():
 
 
 # The folder is not part of the project, so that there is nothing to skip where it is absent.
-if FOLDER.exists():
+if FOLDER.exists() and importlib.util.find_spec("tensorflow"):
 
     def test_the_index_lists_what_its_writer_says_of_it():
         arrays = load_tf_ckpt(FOLDER)
@@ -46,5 +47,5 @@ if FOLDER.exists():
     def test_what_is_there_is_read_and_what_is_not_is_named():
         arrays = load_tf_ckpt(FOLDER)
         assert arrays.pop("global_step").get() == 0
-        with pytest.raises(UnreadableFile, match=r"data-00001-of-00002 is missing"):
+        with pytest.raises(UnreadableFile, match="its data files are missing"):
             arrays["shared/embedding"].get()

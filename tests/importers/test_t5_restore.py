@@ -25,8 +25,8 @@ def state():
     return create(optimizer, variables(T5(**SMALL)))
 
 
-def test_a_train_state_takes_weights_statistics_and_step(state, kept, truth):
-    restored = restore_from_t5(state, kept / "small_t5")
+def test_a_train_state_takes_weights_statistics_and_step(state, small_t5, truth):
+    restored = restore_from_t5(state, small_t5)
     expected = t5_translator.apply(truth["small_t5"]())
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert restored.step == 1000
@@ -53,12 +53,12 @@ FACTORED = {"static_args": ("min_dim_size_to_factor",)}
     ],
     ids=["definition", "injected", "several steps", "average"],
 )
-def test_what_is_no_statistic_stays_as_it_is(state, kept, optimizer):
+def test_what_is_no_statistic_stays_as_it_is(state, small_t5, optimizer):
     target = create(optimizer, {"params": state.params})
     fresh = ff.TrainState.create(optimizer, {"params": state.params})
     target = target.replace(opt_state=fresh.opt_state)
-    restored = restore_from_t5(target, kept / "small_t5")
-    direct = ff.importers.restore_from_t5(state, kept / "small_t5").opt_state[0]
+    restored = restore_from_t5(target, small_t5)
+    direct = ff.importers.restore_from_t5(state, small_t5).opt_state[0]
     found = flatten_dict(restored.state_dict()["state"]["param_states"], sep="/")
     begun = flatten_dict(target.state_dict()["state"]["param_states"], sep="/")
     names = "encoder/layers_0/mlp/wo/kernel"
@@ -78,20 +78,20 @@ def test_what_is_no_statistic_stays_as_it_is(state, kept, optimizer):
             np.testing.assert_array_equal(value, begun[name])
 
 
-def test_a_moving_average_begins_at_the_imported_weights(state, kept):
+def test_a_moving_average_begins_at_the_imported_weights(state, small_t5):
     task = ff.TrainTask(lambda v, x: x, optax.adam(1e-2), "mse", None, ema=0.9)
     target = create(task.optimizer, {"params": state.params})
-    restored = restore_from_t5(target, kept / "small_t5", optimizer_state=False)
+    restored = restore_from_t5(target, small_t5, optimizer_state=False)
     assert np.any(restored.params["token_embedder"]["embedding"])
     jax.tree.map(np.testing.assert_array_equal, restored.opt_state.average, restored.params)
 
 
 def test_statistics_that_the_checkpoint_lacks_are_named_with_a_way_out(
-    state, kept, tmp_path, truth
+    state, small_t5, tmp_path, truth
 ):
     target = create(optax.adafactor(1e-3, momentum=0.9), {"params": state.params})
     with pytest.raises(ValueError, match="optimizer_state=False") as caught:
-        restore_from_t5(target, kept / "small_t5")
+        restore_from_t5(target, small_t5)
     assert "ema/decoder/decoder_norm/scale is not in the checkpoint" in str(caught.value)
     assert "(1,)" not in str(caught.value)
     bare = {name: value for name, value in truth["small_t5"]().items() if "_slot" not in name}
@@ -117,7 +117,7 @@ def test_factored_statistics_and_momentum_find_their_places(tmp_path, truth):
     np.testing.assert_array_equal(found, expected[f"{prefix}/m"])
 
 
-def test_a_state_dict_in_t5x_layout_is_filled_by_name(kept, truth):
+def test_a_state_dict_in_t5x_layout_is_filled_by_name(small_t5, truth):
     expected = t5_translator.apply(truth["small_t5"]())
     zeros = {name: np.zeros(value.shape, np.float32) for name, value in expected.items()}
     zeros["state/step"] = np.int32(0)
@@ -128,45 +128,45 @@ def test_a_state_dict_in_t5x_layout_is_filled_by_name(kept, truth):
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = value
-    restored = flatten_dict(restore_from_t5(nested, kept / "small_t5"), sep="/")
+    restored = flatten_dict(restore_from_t5(nested, small_t5), sep="/")
     assert restored.keys() == expected.keys()
     for name, value in expected.items():
         assert isinstance(restored[name], np.ndarray | np.generic)
         np.testing.assert_array_equal(restored[name], value.astype(zeros[name].dtype))
 
 
-def test_the_state_dict_of_a_train_state_is_filled_too(state, kept):
-    plain = restore_from_t5(state.state_dict(), kept / "small_t5")
+def test_the_state_dict_of_a_train_state_is_filled_too(state, small_t5):
+    plain = restore_from_t5(state.state_dict(), small_t5)
     again = state.restore_state(plain)
-    direct = restore_from_t5(state, kept / "small_t5")
+    direct = restore_from_t5(state, small_t5)
     jax.tree.map(np.testing.assert_array_equal, again.opt_state, direct.opt_state)
     jax.tree.map(np.testing.assert_array_equal, again.params, direct.params)
 
 
-def test_states_without_statistics_take_the_weights_alone(state, kept):
+def test_states_without_statistics_take_the_weights_alone(state, small_t5):
     for target in (
         state.for_inference(),
         create(optax.sgd(0.1), {"params": state.params}),
     ):
-        restored = restore_from_t5(target, kept / "small_t5")
+        restored = restore_from_t5(target, small_t5)
         assert restored.step == 1000
         assert isinstance(restored, type(target))
 
 
 @pytest.mark.slow
-def test_another_optimizer_needs_to_be_left_as_it_is(state, kept):
+def test_another_optimizer_needs_to_be_left_as_it_is(state, small_t5):
     adam = create(optax.adam(0.1), {"params": state.params})
     with pytest.raises(ValueError, match="state/param_states/0/mu/.* is not in the checkpoint"):
-        restore_from_t5(adam, kept / "small_t5")
-    restored = restore_from_t5(adam, kept / "small_t5", optimizer_state=False)
+        restore_from_t5(adam, small_t5)
+    restored = restore_from_t5(adam, small_t5, optimizer_state=False)
     jax.tree.map(np.testing.assert_array_equal, restored.opt_state, adam.opt_state)
 
 
-def test_a_model_of_other_sizes_is_an_error_that_lists_them(kept):
+def test_a_model_of_other_sizes_is_an_error_that_lists_them(small_t5):
     wrong = {"params": variables(T5(**SMALL | {"d_ff": 9, "n_layers": 3}))["params"]}
     state = create(optax.sgd(0.1), wrong)
     with pytest.raises(ValueError) as caught:
-        restore_from_t5(state, kept / "small_t5")
+        restore_from_t5(state, small_t5)
     for part in (
         "target/decoder/layers_2/mlp/wo/kernel is not in the checkpoint",
         "target/encoder/layers_0/mlp/wi_0/kernel (from encoder/block_000/layer_001/DenseReluDense"
@@ -174,24 +174,24 @@ def test_a_model_of_other_sizes_is_an_error_that_lists_them(kept):
     ):
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="layers_2"):
-        restore_from_t5(state, kept / "small_t5", strict=False)
+        restore_from_t5(state, small_t5, strict=False)
 
 
-def test_not_strict_takes_what_the_model_has(kept):
+def test_not_strict_takes_what_the_model_has(small_t5):
     smaller = create(optax.sgd(0.1), variables(T5(**SMALL | {"n_layers": 1})))
     with pytest.raises(ValueError, match="has no place here"):
-        restore_from_t5(smaller, kept / "small_t5")
-    assert restore_from_t5(smaller, kept / "small_t5", strict=False).step == 1000
+        restore_from_t5(smaller, small_t5)
+    assert restore_from_t5(smaller, small_t5, strict=False).step == 1000
 
 
-def test_the_dtype_can_be_chosen(state, kept):
+def test_the_dtype_can_be_chosen(state, small_t5):
     target = state.for_inference()
-    restored = restore_from_t5(target, kept / "small_t5", dtype=jnp.bfloat16)
+    restored = restore_from_t5(target, small_t5, dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(restored.params)} == {jnp.dtype("bfloat16")}
 
 
-def test_lazy_leaves_everything_to_be_read_later(state, kept):
-    restored = restore_from_t5(state.for_inference(), kept / "small_t5", lazy=True)
+def test_lazy_leaves_everything_to_be_read_later(state, small_t5):
+    restored = restore_from_t5(state.for_inference(), small_t5, lazy=True)
     kernel = restored.params["decoder"]["logits_dense"]["kernel"]
     assert isinstance(kernel, LazyArray)
     assert kernel.get().dtype == np.float32
@@ -218,9 +218,9 @@ def reverse_task(model, optimizer, vocab):
 
 
 @pytest.mark.thorough  # `examples/07_import_t5.py` trains one, too.
-def test_an_imported_model_is_trained_on_from_its_step(state, kept):
+def test_an_imported_model_is_trained_on_from_its_step(state, small_t5):
     model, optimizer = T5(**SMALL), optax.adafactor(0.03)
-    restored = restore_from_t5(state, kept / "small_t5")
+    restored = restore_from_t5(state, small_t5)
     task = reverse_task(model, optimizer, SMALL["vocab"])
     loop = ff.TrainLoop(restored, task, n_steps=1040, stdout=False)
     losses = [checkpoint.loss for checkpoint in loop.run(40)]
