@@ -84,13 +84,14 @@ def from_nnx(
     if call is None:
         _check_callable(abstract)
     position = _position_of_rngs(abstract if call is None else call)
-    given, arguments = modes, {}
+    given, arguments, quiet = modes, {}, {}
     if train is not None:
         defaults = call_defaults(abstract.__call__) if call is None else {}
         found = {**_nnx_modes.attributes_of(parts), **defaults}
         check_switches({n: found[n] for n in found if n not in modes}, type(abstract).__name__)
         modes = {**switches(train), **modes}
-        arguments = {} if call else call_flags(abstract.__call__, train)
+        if call is None:
+            arguments, quiet = (call_flags(abstract.__call__, each) for each in (train, False))
     names = states.names_of(losses)
     _nnx_modes.set_modes(parts, modes)
     graph, random, template = states.split(parts[-1], names)
@@ -117,14 +118,18 @@ def from_nnx(
             values = states.filled(template, given, names)
             return nnx.merge(graph, streams, values, copy=copy)
 
-        def run(module: nnx.Module) -> PyTree:
+        def run(module: nnx.Module, flags: Mapping[str, Any] = arguments) -> PyTree:
             function = module if call is None else functools.partial(call, module)
             keys = {} if position is None else {"rngs": states.rngs_of_call(rngs)}
             with (
                 rngs_explained(position, len(inputs), is_keyless),
                 misfits_explained(module, (inputs, named)),
             ):
-                return function(*inputs, **{**keys, **arguments, **named})
+                return function(*inputs, **{**keys, **flags, **named})
+
+        def evaluated(module: nnx.Module) -> PyTree:
+            view = _nnx_modes.viewed(module, {**switches(train=False), **given})
+            return run(view, quiet)
 
         is_keyless = rngs is None or (isinstance(rngs, Mapping) and not rngs)
         streams = states.keyed(random, rngs)
@@ -148,7 +153,8 @@ def from_nnx(
             updates |= {WRITTEN: new} if new else {}
         if train is not False and in_filter(mutable, "losses"):
             check_losses(names, states.collections_of(module))
-        effects.check_repeats(facts, module, fresh, run, names)
+        runs = (run, evaluated) if train else (run,)
+        effects.check_repeats(facts, module, fresh, runs, names)
         if mutable is False:
             return outputs
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}

@@ -100,10 +100,10 @@ def _walk(module: nnx.Module) -> Iterator[_Seen]:
         is_state = is_state and not jax.tree_util.all_leaves([thing])
         yield _Seen(thing, parts_of, parts, is_state)
         for name, part in parts.items():
-            divider = None if _is_of_nnx(name) else _divider(type(part))
-            if divider is not None and id(part) not in known:
+            divide = None if _is_of_nnx(name) else divider(type(part))
+            if divide is not None and id(part) not in known:
                 known.add(id(part))
-                left.append((part, divider, is_state))
+                left.append((part, divide, is_state))
 
 
 def _is_of_nnx(name: Any) -> bool:
@@ -111,7 +111,7 @@ def _is_of_nnx(name: Any) -> bool:
 
 
 @functools.cache
-def _divider(kind: type) -> Callable[[Any], Parts] | None:
+def divider(kind: type) -> Callable[[Any], Parts] | None:
     """Returns what takes objects of a type apart; None if these have no parts."""
     if issubclass(kind, nnx.Pytree):
         return vars

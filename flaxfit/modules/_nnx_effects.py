@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from flaxfit.modules import _nnx_state as states
+from flaxfit.modules._nnx_attributes import divider
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Function, PyTree
 
@@ -45,7 +46,8 @@ def facts_of(module: nnx.Module) -> dict[str, Any]:
         facts[name] = part if (divide := _divider(kind)) is None else kind
         if divide is not None and id(part) not in seen:
             seen.add(id(part))
-            left += [(f"{name}.{key}", x) for key, x in divide(part) if key not in _OF_NNX]
+            parts = divide(part).items()
+            left += [(f"{name}.{key}", x) for key, x in parts if key not in _OF_NNX]
     return facts
 
 
@@ -55,26 +57,22 @@ def _divider(kind: type) -> Function | None:
 
     Cached, since NNX computes `issubclass` in Python. `nnx.iter_graph` takes 30 times as long.
     """
-    if issubclass(kind, nnx.Variable | jax.Array | np.ndarray):
-        return lambda part: ()
-    if issubclass(kind, nnx.Pytree):
-        return lambda part: vars(part).items()
-    if issubclass(kind, list | tuple):
-        return enumerate
-    return (lambda part: part.items()) if issubclass(kind, Mapping) else None
+    is_array = issubclass(kind, nnx.Variable | jax.Array | np.ndarray)
+    return (lambda part: {}) if is_array else divider(kind)
 
 
 def check_repeats(
     before: Mapping[str, Any],
     module: nnx.Module,
     fresh: Callable[[], nnx.Module],
-    run: Function,
+    runs: Sequence[Function],
     losses: Sequence[str] = (),
 ) -> None:
-    """Checks that a second call of a module would compute what the first one did.
+    """Checks that further calls of a module would compute what they compute of a fresh one.
 
     Each step repeats the program of the first call, of a `fresh` module, whose facts are `before`.
-    Attributes that calls set and do not read, such as the number of calls, do no harm.
+    Attributes that calls set and do not read, such as the number of calls, do no harm. `runs` are
+    the calls that may read them: in the same mode, and in evaluation.
     """
     after = facts_of(module)
     changes = {
@@ -91,7 +89,9 @@ def check_repeats(
             f"{called} creates the parameters {', '.join(created[:5])}, which no optimizer would "
             "train: create them in __init__, or call the module once before you pass it."
         )
-    if is_replaced or (changes and not _computes_the_same(module, fresh, run, losses)):
+    if is_replaced or not all(
+        _computes_the_same(module, fresh, run, losses) for run in runs if changes
+    ):
         said = (_in_words(name, old, new) for name, (old, new) in [*changes.items()][:5])
         raise ValueError(
             f"{called} {', '.join(said)}, which its next call would see, but every step repeats "

@@ -32,7 +32,11 @@ def apply_model(
         mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
     )
     outputs, updates = with_updates(result)
-    _check_written(task, updates.get(WRITTEN, {}))
+    if written := updates.get(WRITTEN, {}):
+        _check_written(task, written)
+        before = flat(params)
+        kept = _updated("params", written, {path: before[path] for path in written})
+        updates = {**updates, WRITTEN: kept}
     return with_names(task, outputs), updates
 
 
@@ -113,13 +117,15 @@ def _check_written(task: TrainTask, written: Params) -> None:
     """Checks that the parameters that a call has written are frozen, and not of 16 bits."""
     frozen = [(pattern, True) for pattern in task.freeze]
     refused, why = [path for path in written if not match(frozen, path)], "are trained"
+    advice = "name frozen parameters in freeze=, "
     if not refused and task.precision not in (None, "float32"):
         refused, why = [*written], f"precision={task.precision!r} rounds to 16 bits in each step"
+        advice = ""
     if refused:
         raise ValueError(
             f"The call of the model writes {', '.join(refused[:5])}, which {why}, so that what it "
             "writes would be lost. Keep it in an nnx.Variable of another type than nnx.Param, "
-            "name frozen parameters in freeze=, or write the step with nnx_step."
+            f"{advice}or write the step with nnx_step."
         )
 
 

@@ -35,6 +35,12 @@ class Momentum(nnx.Module):
         return self.online(x) + 0.3 * self.target(x)
 
 
+class Held:
+    """An object of no library."""
+
+    calls = 0
+
+
 class Called(nnx.Module):
     """A layer whose call has an effect."""
 
@@ -42,6 +48,8 @@ class Called(nnx.Module):
         self.layer = nnx.Linear(4, 1, rngs=rngs)
         self.count = Count(jnp.zeros(()))
         self.effect = effect
+        self.held = Held()
+        self.training = False
 
     def __call__(self, x):
         return self.layer(self.effect(self, x))
@@ -141,6 +149,18 @@ def set_made(module, x):
     return x + module.count[...]
 
 
+def set_in_training(module, x):
+    if module.training:
+        module.made = True
+        return x
+    return x * getattr(module, "made", False)
+
+
+def count_in_held(module, x):
+    module.held.calls += 1
+    return x * module.held.calls
+
+
 def replace_count(module, x):
     module.count = nnx.BatchStat(module.count[...] + 1)
     return x
@@ -171,6 +191,7 @@ def append(module, x):
 
 def leave_scratch(module, x):
     module.calls = getattr(module, "calls", 0) + 1
+    module.held.calls += 1
     module.scratch = x + 1
     module.last = nnx.Cache(x.mean())
     return module.scratch - 1
@@ -181,6 +202,8 @@ def leave_scratch(module, x):
     ("effect", "message"),
     [
         (set_made, r"creates self.made \(True\), which its next call would see"),
+        (set_in_training, r"creates self.made \(True\)"),
+        (count_in_held, r"creates self.held.calls \(1\)"),
         (replace_count, r"sets self.count \(BatchStat\)"),
         (create_state, r"creates self.created \(Count\)"),
         (create_layer, "creates the parameters self.lazy.*call the module once"),
@@ -221,6 +244,20 @@ def test_a_state_may_be_set_to_a_constant(value):
     model = ff.Model(Called(nnx.Rngs(0), set_value), optax.sgd(0.1), "mse")
     model.fit(BATCHES, verbose=0)
     assert model.state.model_state["Count"]["count"] == np.float32(value)
+
+
+@pytest.mark.parametrize("value", [True, 2.0, jnp.array(2), jnp.ones((), jnp.bfloat16)], ids=str)
+def test_so_may_a_frozen_parameter(value):
+    def set_value(module, x):
+        module.frozen.set_value(value)
+        return x
+
+    module = Called(nnx.Rngs(0), set_value)
+    module.frozen = nnx.Param(jnp.zeros(()))
+    model = ff.Model(module, optax.sgd(0.1), "mse", freeze="frozen")
+    model.fit(BATCHES, verbose=0)
+    frozen = model.state.params["frozen"]
+    assert frozen == np.float32(value) and frozen.dtype == np.float32
 
 
 def test_shapes_in_place_of_arrays_are_refused_by_name():
