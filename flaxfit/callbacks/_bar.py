@@ -61,7 +61,7 @@ def draw(
     speed: float | None,
     metrics: Mapping[str, float],
 ) -> None:
-    """Draws a bar anew: a label, the bar and a line of numbers.
+    """Draws a bar: a label, the bar and a line of numbers.
 
     The length of the bar depends on the terminal alone, so that it does not move with the numbers.
     """
