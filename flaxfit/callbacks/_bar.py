@@ -17,11 +17,6 @@ class Bar(tqdm):
     monitor_interval = 0
     _text = ""
 
-    def arrange(self, bar_format: str, n: int, total: int | None) -> None:
-        """Changes the contents without drawing them."""
-        self.bar_format, self.n, self.total = bar_format, n, total
-        self._text = ""
-
     def __str__(self) -> str:
         # tqdm redraws it below each line; formatting it takes longer than drawing it.
         if not self._text:
@@ -56,7 +51,7 @@ def new_bar(stream: TextIO, total: int | None) -> Bar:
     )
 
 
-def arrange(
+def draw(
     bar: Bar,
     stream: TextIO,
     label: str,
@@ -66,7 +61,7 @@ def arrange(
     speed: float | None,
     metrics: Mapping[str, float],
 ) -> None:
-    """Changes the contents of a bar without drawing it: a label, the bar and a line of numbers.
+    """Draws a bar: a label, the bar and a line of numbers.
 
     The length of the bar depends on the terminal alone, so that it does not move with the numbers.
     """
@@ -76,5 +71,6 @@ def arrange(
     line = display.progress_line(n, total, speed, metrics, width=room)
     text = display.printable(line, stream)
     text = text.replace("{", "{{").replace("}", "}}")
-    bar_format = f"{label}  {{bar:{n_cells}}}  {text}" if total else f"{label}  {text}"
-    bar.arrange(bar_format, n if total is None else min(n, total), total)
+    bar.bar_format = f"{label}  {{bar:{n_cells}}}  {text}" if total else f"{label}  {text}"
+    bar.n, bar.total, bar._text = n if total is None else min(n, total), total, ""
+    bar.refresh()

@@ -77,20 +77,6 @@ class StatefulCallback(Callback, Protocol):
         ...
 
 
-class StepCost(Protocol):
-    """The operations of a training step."""
-
-    @property
-    def flops(self) -> float:
-        """The floating-point operations on all devices."""
-        ...
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether some of them are recomputation."""
-        ...
-
-
 class Loop(Protocol):
     """The part of `TrainLoop` that the callbacks of the library use."""
 
@@ -158,7 +144,9 @@ class Loop(Protocol):
 
     def running_metrics(self) -> dict[str, float]: ...
 
-    def step_cost(self, batch_size: int, /) -> StepCost: ...
+    def step_cost(self, batch_size: int, /) -> Any:
+        """The `StepCost` of a step, of whose room callbacks know nothing."""
+        ...
 
     def snapshot(self) -> Checkpoint | None: ...
 

@@ -73,8 +73,16 @@ class Events:
         on_predict_end: Function | None = None,
         **others: Function | None,
     ) -> None:
-        if others:
-            raise TypeError(_no_event(next(iter(others))))
+        for name in others:
+            if name.startswith(("on_test_", "on_predict_")):
+                raise TypeError(
+                    f"Events has no {name}: batches are not seen there. Iterate over "
+                    "model.predictions(x), which yields each batch with its outputs."
+                )
+            raise TypeError(
+                f"Events has no {name}; it has on_epoch_, on_train_, on_train_batch_, on_test_ and "
+                "on_predict_ begin and end."
+            )
         self._functions: dict[str, Function | None] = {
             "on_epoch_begin": on_epoch_begin,
             "on_epoch_end": on_epoch_end,
@@ -182,15 +190,3 @@ def _check(name: str, function: Function) -> None:
             f"{advice}, got a function of {inspect.signature(function)}. A function of a "
             "checkpoint is a callback itself: callbacks=[function]."
         ) from None
-
-
-def _no_event(name: str) -> str:
-    if name.startswith(("on_test_", "on_predict_")):
-        return (
-            f"Events has no {name}: batches are not seen there. Iterate over "
-            "model.predictions(x), which yields each batch with its outputs."
-        )
-    return (
-        f"Events has no {name}; it has on_epoch_, on_train_, on_train_batch_, on_test_ and "
-        "on_predict_ begin and end."
-    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from flaxfit import display
-from flaxfit.callbacks._bar import Bar, arrange, new_bar
+from flaxfit.callbacks._bar import Bar, draw, new_bar
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._history import History
 from flaxfit.callbacks._stopping import EarlyStopping
@@ -94,11 +94,14 @@ class ProgressBar:
         """Resets the display for a loop."""
         self._loop = loop
         self._reset(loop.step)
-        added = [getattr(each, "adds", {}) for each in map(owner_of, loop.callbacks)]
+        owners = [*map(owner_of, loop.callbacks)]
+        added = [getattr(each, "adds", {}) for each in owners]
         self._table = display.Table(self._unit, dict.fromkeys(itertools.chain(*added)))
         if self._given is not None:
             self._given.attach(loop, self)
-        self._monitor = self._chosen = self._given or _monitor_of(loop)
+        # Stars are of the metric by which the weights to restore are chosen.
+        of_stopping = (each._monitor for each in owners if isinstance(each, EarlyStopping))
+        self._monitor = self._chosen = self._given or next(of_stopping, None)
         if self._live or (self._live is None and display.is_live(self._stream)):
             loop.on.after_dispatch.append(self._watch)
 
@@ -130,8 +133,7 @@ class ProgressBar:
         if self._bar is None:  # A bar without an end has no truth value.
             self._bar = new_bar(self._stream, total)
         speed = self._n_timed / self._seconds if self._seconds else None
-        arrange(self._bar, self._stream, label, n, total, speed=speed, metrics=metrics)
-        self._bar.refresh()
+        draw(self._bar, self._stream, label, n, total, speed=speed, metrics=metrics)
 
     def _span(self, step: int) -> tuple[str, int, int | None]:
         """The label of the bar, the position of the step in it, and its length."""
@@ -239,10 +241,3 @@ class ProgressBar:
         said = [line for each in callbacks for line in getattr(owner_of(each), "endings", ())]
         is_asked = self._last is not None and self._last.stop and self._not_finite_since is None
         return said or ["a callback asked to stop"] * is_asked
-
-
-def _monitor_of(loop: Loop) -> Monitor | None:
-    """The metric by which the weights to restore are chosen, so that stars are of the same one."""
-    owners = map(owner_of, loop.callbacks)
-    monitors = (each._monitor for each in owners if isinstance(each, EarlyStopping))
-    return next(monitors, None)

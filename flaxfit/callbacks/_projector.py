@@ -41,10 +41,6 @@ class Projector:
             raise ValueError("embeddings_metadata needs embeddings_freq: its tables are written.")
         self._metadata = metadata or {}
 
-    def is_due(self, n_before: int) -> bool:
-        """Whether a checkpoint is to be written, after a number of others."""
-        return self.every > 0 and n_before % self.every == 0
-
     def tables(self, params: PyTree) -> dict[str, ArrayLike]:
         """Returns the tables by the paths of their layers; that of a lone layer is "embedding"."""
         return {

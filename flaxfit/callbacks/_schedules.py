@@ -1,5 +1,6 @@
 """Schedules: `every`, `at` and `when` run a callback at some of the checkpoints."""
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ class Scheduled:
     """A callback that passes some checkpoints on to another one; see `every`, `at` and `when`."""
 
     def __init__(
-        self, is_due: Callable[[Checkpoint], object], callback: Callback, owner: str
+        self, owner: str, is_due: Callable[[Checkpoint], object], callback: Callback
     ) -> None:
         if not callable(callback):
             raise TypeError(f"{owner} needs a callable of a checkpoint, got {callback!r}.")
@@ -66,11 +67,11 @@ def every(
     if seconds is not None:
         if seconds <= 0:
             raise ValueError(f"every needs a positive number of seconds, got {seconds}.")
-        decorate = _decorator(_have_passed(seconds, clock), "every")
+        decorate = functools.partial(Scheduled, "every", _have_passed(seconds, clock))
     elif isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"every needs a number of steps of at least 1, got {n!r}.")
     else:
-        decorate = _decorator(lambda c: _n_before(c) // n < c.step // n, "every")
+        decorate = functools.partial(Scheduled, "every", lambda c: _n_before(c) // n < c.step // n)
     return decorate if callback is None else decorate(callback)
 
 
@@ -89,7 +90,9 @@ def at(*steps: int) -> Callable[[Callback], Callback]:
     """
     if not steps or not all(isinstance(step, int) and step >= 0 for step in steps):
         raise ValueError(f"at needs one or more steps, such as at(1, 1000), got {steps}.")
-    return _decorator(lambda c: any(_n_before(c) < step <= c.step for step in steps), "at")
+    return functools.partial(
+        Scheduled, "at", lambda c: any(_n_before(c) < step <= c.step for step in steps)
+    )
 
 
 def when(predicate: Callable[[Checkpoint], object]) -> Callable[[Callback], Callback]:
@@ -104,7 +107,7 @@ def when(predicate: Callable[[Checkpoint], object]) -> Callable[[Callback], Call
     """
     if not callable(predicate):
         raise TypeError(f"when needs a function of a checkpoint, got {predicate!r}.")
-    return _decorator(predicate, "when")
+    return functools.partial(Scheduled, "when", predicate)
 
 
 def _n_before(checkpoint: Checkpoint) -> int:
@@ -126,9 +129,3 @@ def _have_passed(seconds: float, clock: Callable[[], float]) -> Callable[[Checkp
 
     # The clocks of several processes differ, and the callback may need all of them.
     return lambda checkpoint: from_main("whether something is due", is_due)
-
-
-def _decorator(
-    is_due: Callable[[Checkpoint], object], owner: str
-) -> Callable[[Callback], Scheduled]:
-    return lambda callback: Scheduled(is_due, callback, owner)

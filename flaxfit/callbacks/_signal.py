@@ -6,12 +6,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._exit import ExitCode, end_with_stacks
+from flaxfit.checkpoints import CheckpointFileWriter
 from flaxfit.display import say
 from flaxfit.distributed._processes import is_preempted
 from flaxfit.state._checkpoint import Checkpoint
@@ -20,14 +21,6 @@ from flaxfit.tree._types import Function
 _Handler: TypeAlias = Function | int | None
 """A signal handler, as `signal.signal` takes and returns it."""
 _SECONDS_BETWEEN_LOOKS = 0.5
-
-
-class _Writer(Protocol):
-    """The part of a `CheckpointFileWriter` that is needed."""
-
-    def save(self, checkpoint: Checkpoint, /) -> object: ...
-
-    def close(self) -> object: ...
 
 
 class SaveOnSignal:
@@ -63,7 +56,7 @@ class SaveOnSignal:
 
     def __init__(
         self,
-        writer: _Writer | None = None,
+        writer: CheckpointFileWriter | None = None,
         *,
         signals: Sequence[int] = (signal.SIGTERM,),
         grace_seconds: float | None = 60.0,
@@ -212,7 +205,7 @@ class SaveOnSignal:
         saved = {getattr(writer, "saved_revision", None) for writer in self._writers(loop)}
         return f"step {loop.step:,} is saved" if saved == {loop.revision} else None
 
-    def _writers(self, loop: Loop) -> list[_Writer]:
+    def _writers(self, loop: Loop) -> list[Any]:
         if self._writer is not None:
             return [self._writer]
         return [each for each in loop.callbacks if hasattr(each, "save")]

@@ -202,14 +202,10 @@ class EarlyStopping:
         if self._verbose:
             say(f"the weights of step {self.best_step:,} are restored")
         else:
-            self.endings.append(f"restored the weights of {self._best_time}")
-
-    @property
-    def _best_time(self) -> str:
-        """The epoch that was best in `fit`, else the step."""
-        if self._best_seen and self._counts_epochs:
-            return f"epoch {count(first_epoch(self._loop) + self._best_seen)}"
-        return f"step {self.best_step:,}"
+            best = f"step {self.best_step:,}"
+            if self._best_seen and self._counts_epochs:
+                best = f"epoch {count(first_epoch(loop) + self._best_seen)}"
+            self.endings.append(f"restored the weights of {best}")
 
     def get_state(self) -> dict[str, PyTree]:
         """Returns what a resumed run needs: JSON, and the best weights as fields of a state."""

@@ -188,7 +188,8 @@ class TensorBoardLogger:
             made += self._make.hparams(known, dict.fromkeys(checkpoint.scalars))
         self._add(step, made)
         self._is_first = False
-        if self._projector.is_due(self._n_seen - 1) and checkpoint.state is not None:
+        is_due = self._projector.every and (self._n_seen - 1) % self._projector.every == 0
+        if is_due and checkpoint.state is not None:
             tables = self._projector.tables(checkpoint.state.params)
             self._projector.write(self._folder / self._main, dict(_arrays(tables)))
 
@@ -228,10 +229,9 @@ class TensorBoardLogger:
 
     def _divided(self, scalars: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
         """The metrics of training, and those of validation, if these have a folder of their own."""
-        is_tested = {name: bool(self._main) and name.startswith("val_") for name in scalars}
-        train = {name: value for name, value in scalars.items() if not is_tested[name]}
-        tested = {name: value for name, value in scalars.items() if is_tested[name]}
-        return train, {name.removeprefix("val_"): value for name, value in tested.items()}
+        tested = [name for name in scalars if self._main and name.startswith("val_")]
+        train = {name: value for name, value in scalars.items() if name not in tested}
+        return train, {name.removeprefix("val_"): scalars[name] for name in tested}
 
     def _add(self, step: int, made: list[Summary], name: str | None = None) -> None:
         self._opened(self._main if name is None else name).add(step, made)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -136,7 +136,7 @@ def _peak_flops(kind: str) -> float | None:
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
-def _flops_per_example(loop: Any) -> tuple[float, str]:
+def _flops_per_example(loop: Loop) -> tuple[float, str]:
     """The operations of a step for each example, and the name of the share of the peak."""
     sizes = {x.shape[0] if x.shape else 0 for x in jax.tree.leaves(loop.input_shapes)}
     if len(sizes) > 1 or not all(sizes):

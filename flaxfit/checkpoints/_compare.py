@@ -8,7 +8,6 @@ import jax
 
 from flaxfit.checkpoints._tree import Description, describe
 from flaxfit.display import say
-from flaxfit.tree._paths import match
 from flaxfit.tree._types import ArrayLike
 
 _ADVICE = (
@@ -92,12 +91,13 @@ def choose(
     The patterns are regular expressions for whole paths within the model, which `path_in_model`
     returns for a name, or None if it is not a weight.
     """
-    rules = [(pattern, pattern) for pattern in _valid(patterns)]
     all_names = {**on_disk, **here}
     paths = {name: path for name in all_names if (path := path_in_model(name)) is not None}
-    matches = {name for name, path in paths.items() if match(rules, path)}
-    for pattern, _ in rules:
-        if not any(re.fullmatch(pattern, path) for path in paths.values()):
+    matches: set[str] = set()
+    for pattern in _valid(patterns):
+        found = {name for name, path in paths.items() if re.fullmatch(pattern, path)}
+        matches |= found
+        if not found:
             known = sorted({path.split("/")[0] for path in paths.values()})
             raise ValueError(
                 f"partial={pattern!r} matches no weight of {source}, nor of the target. Paths "

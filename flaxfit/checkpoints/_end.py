@@ -6,9 +6,9 @@ import functools
 import os
 import sys
 import threading
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from flaxfit.display import say
 
@@ -16,27 +16,17 @@ UNSAVED = 86
 """The exit code of a process whose last save failed; see `flaxfit.callbacks.ExitCode`."""
 
 
-class Writer(Protocol):
-    """A `CheckpointFileWriter`."""
-
-    output_dir: Path
-    _saving: Future[None] | None
-
-    def close(self) -> None:
-        """Finishes what it saves."""
+open_writers: set[Any] = set()
+"""Each `CheckpointFileWriter` that may have something to save, or holds threads."""
 
 
-open_writers: set[Writer] = set()
-"""Writers that may have something to save, or hold threads."""
-
-
-def close_at_end(writer: Writer) -> None:
+def close_at_end(writer: Any) -> None:
     """Registers a writer to be closed before the interpreter ends."""
     _register_end()
     open_writers.add(writer)
 
 
-def wait_for_others(folder: Path, writer: Writer | None = None) -> None:
+def wait_for_others(folder: Path, writer: Any = None) -> None:
     """Waits for all saves into a folder, links resolved, by other writers of this process.
 
     Their failures are not raised here.

@@ -1,5 +1,6 @@
 """The versions and the machine, on which the bits of a run depend."""
 
+import contextlib
 import functools
 import os
 import platform
@@ -20,14 +21,11 @@ _COUNT_OF_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\d+\s*")
 @functools.cache
 def versions() -> dict[str, str]:
     """Returns the installed versions of the packages that a run depends on."""
-
-    def installed(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return "not installed"
-
-    return {name: installed(name) for name in _PACKAGES}
+    found: dict[str, str] = dict.fromkeys(_PACKAGES, "not installed")
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def environment() -> dict[str, Json]:
@@ -98,9 +96,8 @@ def _threads() -> int:
 @functools.cache
 def _cpu() -> str:
     """Returns the name of the processor, whose vector instructions matter."""
-    try:
+    lines = []
+    with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else f"{platform.machine()} {platform.processor()}".strip()

@@ -49,9 +49,9 @@ def foreign(folder: Path) -> list[Path]:
     return sorted(entry for entry in named if not _is_step(entry))
 
 
-def step_name(step: int, name: str | None = None) -> str:
+def step_name(step: int, name: str = "") -> str:
     """Returns the name of the folder of a step: its number, and a name after "@"."""
-    return str(int(step)) if name is None else f"{int(step)}@{name}"
+    return f"{int(step)}@{name}" if name else str(int(step))
 
 
 def step_of(name: str) -> int | None:

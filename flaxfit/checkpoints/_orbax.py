@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,14 +19,6 @@ ARRAYS = "arrays"
 """The folder in a step for the arrays, a flat dict by path."""
 RECORD = "record"
 """The folder in a step for everything else, as JSON."""
-Result = TypeVar("Result")
-
-
-class _Commit(Protocol):
-    """A write that Orbax has started."""
-
-    def result(self) -> object:
-        """Waits for it, and raises its failure."""
 
 
 class StepWriter:
@@ -42,12 +34,16 @@ class StepWriter:
         self._save_args = ocp.args.PyTreeSave
         # Weights hardly compress.
         self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-        self._commits: Sequence[_Commit] = ()
+        self._commits: Sequence[Any] = ()
         logging.getLogger("absl").addFilter(_is_not_raised)
 
     def start(self, path: Path, arrays: Mapping[str, Array]) -> None:
         """Starts writing arrays that `savable` returned, which may be donated afterwards."""
-        save = self._handler.async_save(_arrays_folder(path), args=self._save_args(dict(arrays)))
+        from etils import epath
+
+        # Orbax requires this type of path here.
+        folder = epath.Path(path / ARRAYS)
+        save = self._handler.async_save(folder, args=self._save_args(dict(arrays)))
         self._commits = _run(save) or ()
 
     def wait(self) -> None:
@@ -87,14 +83,7 @@ def _is_not_raised(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "_SignalingThread" in str(record.msg))
 
 
-def _arrays_folder(path: Path) -> Any:
-    """Returns the folder of the arrays as the path type that Orbax requires."""
-    from etils import epath
-
-    return epath.Path(path / ARRAYS)
-
-
-def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Runs a coroutine, in a thread if this one already runs an event loop (as in notebooks)."""
     try:
         asyncio.get_running_loop()
@@ -150,7 +139,8 @@ def _check_layout(path: Path, wanted: Mapping[str, Array | jax.ShapeDtypeStruct]
     headers = {name: store.read(f"{name.rstrip('/')}/.zarray") for name in wanted}
     for name, array in wanted.items():
         shape = list(array.shape)
-        expected = {"shape": shape, "dtype": _zarr_name(array.dtype)}
+        dtype = array.dtype.str if array.dtype.isbuiltin == 1 else array.dtype.name
+        expected = {"shape": shape, "dtype": dtype}
         header = json.loads(headers[name].result().value or "null")
         match header:
             case {"chunks": [*chunks], "compressor": None, "filters": None} if (
@@ -169,11 +159,6 @@ def _keys(shape: Sequence[int], chunks: Sequence[int]) -> Iterator[str]:
     """Yields the keys of the chunks of an array in the zarr format."""
     counts = (range(-(-m // n)) for m, n in zip(shape, chunks, strict=True))
     return (".".join(map(str, place)) or "0" for place in itertools.product(*counts))
-
-
-def _zarr_name(dtype: np.dtype) -> str:
-    """Returns the name of a dtype in the zarr format."""
-    return dtype.str if dtype.isbuiltin == 1 else dtype.name
 
 
 class OwnCopy(np.ndarray):

@@ -29,16 +29,11 @@ class StepName:
     """
 
     def __init__(self, template: str | None):
-        self._template = template
-        self._metrics: dict[str, Monitor] = {}
-        self._parts: list[tuple[str, str | None, str]] = []
-        if template is not None:
-            self._parts = _parsed(template)
+        self._parts = [] if template is None else _parsed(template)
         self._fields = {field for _, field, _ in self._parts if field is not None}
-        for field in self._fields - {"step", "epoch"}:
-            self._metrics[field] = Monitor(
-                field, "min", "CheckpointFileWriter", "name steps by", "Use one of these in name=."
-            )
+        words = "CheckpointFileWriter", "name steps by", "Use one of these in name=."
+        metrics = self._fields - {"step", "epoch"}
+        self._metrics = {field: Monitor(field, "min", *words) for field in metrics}
 
     def attach(self, loop: Any, writer: object) -> None:
         """Checks that the checkpoints of a loop have the fields."""
@@ -49,8 +44,6 @@ class StepName:
 
     def __call__(self, checkpoint: Checkpoint) -> str:
         """Returns the name of the folder of a checkpoint."""
-        if self._template is None:
-            return _folder.step_name(checkpoint.step)
         filled = "".join(
             literal + ("" if field is None else format(self._value(field, checkpoint), form))
             for literal, field, form in self._parts

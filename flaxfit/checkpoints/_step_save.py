@@ -49,9 +49,14 @@ class StepSave:
         except Exception as error:
             self.failure = self.failure or error
         # The folder tells the saves of several writers apart, whose threads may change order.
-        topic = f"in {self._place.parent}"
-        _raise_on_all(topic, self.failure)
-        from_main(f"the end of a save {topic}", self._complete)
+        topic = f"a save in {self._place.parent}"
+        reason = self.failure and first_line(self.failure)
+        reported = exchange(f"the arrays of {topic}", reason, seconds=3600)
+        if self.failure is not None:
+            raise self.failure
+        if others := [text for text in reported if text]:
+            raise RuntimeError(f"On another process: {others[0]}")
+        from_main(f"the end of {topic}", self._complete)
 
     def _complete(self) -> None:
         self._writer.finish(self._place, self.arrays)
@@ -70,14 +75,3 @@ def cannot_save(
     )
     failure.__cause__ = error
     return failure
-
-
-def _raise_on_all(topic: str, failure: Exception | None) -> None:
-    """Waits until all processes have written their part; raises a failure of any of them."""
-    reported = exchange(
-        f"the arrays of a save {topic}", failure and first_line(failure), seconds=3600
-    )
-    if failure is not None:
-        raise failure
-    if others := [text for text in reported if text]:
-        raise RuntimeError(f"On another process: {others[0]}")

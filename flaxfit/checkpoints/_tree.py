@@ -17,7 +17,8 @@ Description = Mapping[str, Json]
 
 def leaves_of(tree: PyTree) -> dict[str, ArrayLike]:
     """Returns the leaves of a tree by path, which must be unique; Python numbers as arrays."""
-    leaves = {path: _as_array(leaf) for path, leaf in flat(tree).items()}
+    kinds = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    leaves = {p: x if isinstance(x, kinds) else np.asarray(x) for p, x in flat(tree).items()}
     if len(leaves) < len(jax.tree.leaves(tree)):
         paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         twice = sorted({path for path in paths if paths.count(path) > 1})
@@ -83,8 +84,3 @@ def _like(array: Array, template: ArrayLike) -> ArrayLike:
     if isinstance(template, jax.ShapeDtypeStruct | jax.Array):
         return put_like(array, template)
     return array if hasattr(template, "dtype") else array.item()
-
-
-def _as_array(leaf: ArrayLike) -> ArrayLike:
-    is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-    return leaf if is_array else np.asarray(leaf)

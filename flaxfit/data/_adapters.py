@@ -13,7 +13,6 @@ from flaxfit.data._iterables import IterableStream
 from flaxfit.data._libraries import (
     OpenPass,
     comes_from,
-    describe,
     is_hugging_face,
     length,
     opener,
@@ -172,7 +171,9 @@ def _settings(data: Data, options: dict[str, Any]) -> dict[str, Json]:
     """The options that the batches depend on."""
     if options["shuffle"] and is_indexed(data):
         return {"shuffle": True, "seed": options["seed"]}
-    return describe(data, **options)
+    if is_hugging_face(data) or (options["shuffle"] and callable(data)):
+        return {**options, "batch_size": regular_size(options["batch_size"])}
+    return {}
 
 
 def _called(data: Data, epoch: int, options: dict[str, Any]) -> Iterator[PyTree]:

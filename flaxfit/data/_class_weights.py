@@ -152,11 +152,8 @@ class ClassWeightedStream:
     def _weighted(self, item: PyTree) -> PyTree:
         inputs, targets, weights = _three_parts(self._form(item))
         by_class = _looked_up(self._read(targets), self._class_weight)
-        return (
-            inputs,
-            targets,
-            by_class if weights is None else product(np.asarray(weights), by_class),
-        )
+        weights = by_class if weights is None else product(np.asarray(weights), by_class)
+        return inputs, targets, weights
 
 
 def _three_parts(item: PyTree) -> tuple[PyTree, PyTree, PyTree]:

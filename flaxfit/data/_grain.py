@@ -20,18 +20,6 @@ def reads_own_shard(data: Data) -> bool:
     return comes_from(data, "grain") and shard == (process_index(), process_count())
 
 
-def end_workers_with_parent(data: Data) -> None:
-    """Lets the worker processes of a pipeline end with this process, even if it is killed.
-
-    Grain ends them only when this process exits normally; otherwise they would wait forever.
-    """
-    for node in _nodes(data):
-        if hasattr(node, "_worker_init_fn"):
-            init = node._worker_init_fn
-            if not hasattr(init, "watches_parent"):
-                node._worker_init_fn = _watching_parent(init)
-
-
 def _watching_parent(init: Callable[[], None] | None) -> Callable[[], None]:
     """The init function of a worker that also watches its parent."""
 
@@ -57,9 +45,13 @@ def _watching_parent(init: Callable[[], None] | None) -> Callable[[], None]:
 
 def passes_over(data: Data) -> OpenPass:
     """Opens passes over a pipeline; says at the second that its random order repeats."""
-    end_workers_with_parent(data)
+    nodes = list(_nodes(data))
+    for node in nodes:
+        # Grain ends its workers only when this process exits normally: else they wait forever.
+        if hasattr(node, "_worker_init_fn") and not hasattr(node._worker_init_fn, "watches_parent"):
+            node._worker_init_fn = _watching_parent(node._worker_init_fn)
     context = contextvars.copy_context()  # Notices may be turned off here.
-    names = " ".join(type(node).__name__ for node in _nodes(data))
+    names = " ".join(type(node).__name__ for node in nodes)
     notices = [_REPEATS] if "Shuffle" in names or "Random" in names else []
 
     def open_pass(epoch: int) -> Iterator[Any]:

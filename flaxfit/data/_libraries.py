@@ -9,7 +9,7 @@ import numpy as np
 
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._dtypes import of_torch
-from flaxfit.tree._types import ArrayLike, Data, Json, PyTree
+from flaxfit.tree._types import ArrayLike, Data, PyTree
 
 OpenPass = Callable[[int], Iterator[PyTree]]
 """Returns an iterator over the batches of an epoch."""
@@ -65,13 +65,6 @@ def length(data: Data, batch_size: int | None, drop_remainder: bool) -> int | No
         size = regular_size(batch_size)
         n = (n if drop_remainder else n + size - 1) // size
     return n
-
-
-def describe(data: Data, *, batch_size: int | None, **options: Any) -> dict[str, Json]:
-    """The options that the batches depend on."""
-    if is_hugging_face(data) or (options["shuffle"] and callable(data)):
-        return {"batch_size": regular_size(batch_size), **options}
-    return {}
 
 
 def _from_torch(leaf: ArrayLike) -> ArrayLike:

@@ -89,10 +89,8 @@ def _parts(
                 f"shape {each.shape} and dtype {each.dtype}."
             )
     labels = tokens if targets is None else _matching("targets", targets, tokens)
-    if weights is None:
-        scales = [np.ones(len(each), np.float32) for each in tokens]
-    else:
-        scales = _matching("weights", weights, tokens)
+    ones = (np.ones(len(each), np.float32) for each in tokens)
+    scales = _matching("weights", ones if weights is None else weights, tokens)
     if targets is not None:
         return tokens, labels, scales
     return [t[:-1] for t in tokens], [t[1:] for t in labels], [w[1:] for w in scales]

@@ -18,7 +18,7 @@ from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple
 from flaxfit.loop._update_statistics import update_statistics
 from flaxfit.model._pass_bar import PassBar
 from flaxfit.model._persistence import Persistence
-from flaxfit.model._streams import in_order, training_stream
+from flaxfit.model._streams import in_order, known_length, training_stream
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._types import Data, PyTree
@@ -179,27 +179,22 @@ class Evaluation(Persistence):
         """
         data, state = self._to_predict(x, batch_size)
         found = self._predictor.over(state, data, self.strategy, n_steps=steps)
-        return self._while_unchanged(found)
+        return self._while_unchanged(found, self._trainer.revision)
 
     def _while_unchanged(
-        self, found: Iterator[tuple[Batch, PyTree]]
+        self, found: Iterator[tuple[Batch, PyTree]], revision: object
     ) -> Iterator[tuple[Batch, PyTree]]:
         """The items of an iterator that reads the current state, which a step donates."""
-        trainer, revision = self._trainer, self._trainer.revision
-
-        def items() -> Iterator[tuple[Batch, PyTree]]:
-            while True:
-                if trainer.revision != revision:
-                    raise RuntimeError(
-                        "The model was trained or given other weights while its predictions were "
-                        "being read, which donates the weights to the step: read them first, "
-                        "list(model.predictions(x))."
-                    )
-                if (each := next(found, None)) is None:
-                    return
-                yield each
-
-        return items()
+        while True:
+            if self._trainer.revision != revision:
+                raise RuntimeError(
+                    "The model was trained or given other weights while its predictions were "
+                    "being read, which donates the weights to the step: read them first, "
+                    "list(model.predictions(x))."
+                )
+            if (each := next(found, None)) is None:
+                return
+            yield each
 
     @short_errors
     def train_on_batch(
@@ -280,10 +275,7 @@ class Evaluation(Persistence):
     def _bar(self, label: str, data: Data, steps: int | None, verbose: int | str) -> PassBar:
         if steps is not None:
             whole_number("steps", steps)
-        try:
-            n = len(data)
-        except TypeError:
-            n = None
+        n = known_length(data)
         if steps is not None and n is not None and n < steps:
             display.say(f"the data ends after {n:,} of {steps:,} steps")
         known = [each for each in (n, steps) if each is not None]

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from flaxfit import modules
-from flaxfit.data import as_stream
+from flaxfit.data import ArrayStream, as_stream
 from flaxfit.data._batch import normalize
-from flaxfit.data._rewind import borrowed
+from flaxfit.data._fit_arguments import prepare
+from flaxfit.data._libraries import is_hugging_face, regular_size
 from flaxfit.display import _html, count
 from flaxfit.display._tracebacks import short_errors
 from flaxfit.loop._train_loop import TrainLoop
@@ -169,11 +170,26 @@ def trial(
 ) -> Iterator[TrainLoop]:
     """Yields a loop over a copy of the state; the position of the data is restored at the end.
 
-    The arguments are those of `borrowed`.
+    The order is random. `of_arrays` replaces the batch size for arrays. `owner` names the borrower
+    in the error for data that can be iterated only once.
     """
-    sizes = {"batch_size": batch_size, "of_arrays": of_arrays}
     x = trainer.task.roles.of_data_set(x) if y is None else x
-    start = trainer.starting_point
-    with borrowed(x, y, sample_weight, **sizes, seed=start.seed, owner=owner) as stream:
+    data, start = prepare(x, y, sample_weight)[0], trainer.starting_point
+    if isinstance(data, tuple):
+        size = regular_size(of_arrays or batch_size)
+        stream = ArrayStream(*data, batch_size=size, shuffle=True, seed=start.seed)
+    else:
+        shuffle = is_hugging_face(data)
+        stream = as_stream(data, batch_size=batch_size, shuffle=shuffle, seed=start.seed)
+    if not getattr(stream, "is_repeatable", True):
+        raise ValueError(
+            f"{owner} would consume this data, which can be iterated only once: pass arrays, a "
+            "list of batches or a loader."
+        )
+    position = stream.get_state() if hasattr(stream, "get_state") else None
+    try:
         init = start.init if trainer.loop is None else trainer.loop.state
         yield trainer.make_loop(init, stream, stdout=False)
+    finally:
+        if position is not None:
+            stream.set_state(position)

@@ -164,8 +164,9 @@ def fit(
             trainer.calls_done.add(folder.place)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(trainer.instance.fitting(is_watched=bool(users)))
-        stack.push(lambda kind, error, traceback: trainer.write_back(error))
+        instance = trainer.instance
+        stack.enter_context(instance.fitting(is_watched=bool(users)))
+        stack.push(lambda kind, error, where: instance.write(lambda: trainer.variables, error))
         stack.callback(_close_data, loop)
         stack.push(lambda kind, error, traceback: finish_writers() if kind is None else None)
         stack.enter_context(loop)

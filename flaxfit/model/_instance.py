@@ -28,22 +28,22 @@ class Instance:
     """
 
     def __init__(self, apply: Function, name: str):
-        self._apply, self._name = apply, name
+        self._name = name
         self._written: list[Any] | None = None
         """The arrays that the last `fit` has written."""
         self._attributes: Any = None
-        self._is_changed = self._is_fitting = False
-        self._note_shared()
-        self._remember()
+        self._is_fitting = False
+        self.follow(apply)
+        if self._handle is not None:
+            self._watch(self._handle.module())
 
-    def _note_shared(self) -> None:
-        """Says that the weights of the instance will be those of the model fitted last."""
-        handle = handle_of(self._apply)
-        if handle is None or handle.assign is None:
-            return
-        module = handle.module()
+    def _watch(self, module: Any) -> None:
+        """Watches the instance; says that its weights will be those of the model fitted last."""
+        from flaxfit.modules._nnx_attributes import Attributes
+
+        self._attributes = Attributes(module)
         other = _OWNERS.get(id(module))
-        before = None if other is None else handle_of(other._apply)
+        before = None if other is None else other._handle
         if before is not None and before.module() is module:
             display.say(
                 f"another Model has this {self._name} as its module: each trains a copy of its "
@@ -58,11 +58,10 @@ class Instance:
           variables: returns them.
           error: what has ended the `fit`; another error does not replace it.
         """
-        handle = handle_of(self._apply)
-        if handle is None or handle.assign is None:
+        if self._handle is None or self._handle.assign is None:
             return
         try:
-            self._written = handle.assign(variables())
+            self._written = self._handle.assign(variables())
         except Exception:
             if error is None:
                 raise  # Else the step has failed with the arrays that it was given.
@@ -126,7 +125,9 @@ class Instance:
 
     def follow(self, apply: Function) -> None:
         """Continues with a new `apply` of the instance as it is."""
-        self._apply, self._is_changed = apply, False
+        handle = handle_of(apply)
+        self._handle = None if handle is None or handle.assign is None else handle
+        self._is_changed = False
 
     def note_changes(self) -> None:
         """Says that changes of the weights since the last `fit` have no effect."""
@@ -139,10 +140,3 @@ class Instance:
                 "effect: the model continues from its own. Make another Model of the instance to "
                 "train from these"
             )
-
-    def _remember(self) -> None:
-        handle = handle_of(self._apply)
-        if handle is not None and handle.assign is not None:
-            from flaxfit.modules._nnx_attributes import Attributes
-
-            self._attributes = Attributes(handle.module())

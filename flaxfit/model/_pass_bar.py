@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Self
 
 from flaxfit import display
-from flaxfit.callbacks._bar import Bar, arrange, new_bar
+from flaxfit.callbacks._bar import Bar, draw, new_bar
 from flaxfit.callbacks._progress import SECONDS_BETWEEN_REFRESHES
 
 
@@ -55,8 +55,7 @@ class PassBar:
         (before, since), speed = self._first, None
         if n > before:
             speed = (n - before) / (now - since)
-        arrange(self._bar, self._stream, self._label, n, self._total, speed=speed, metrics={})
-        self._bar.refresh()
+        draw(self._bar, self._stream, self._label, n, self._total, speed=speed, metrics={})
         self._next_refresh = self._clock() + SECONDS_BETWEEN_REFRESHES
 
     def finish(self, metrics: Mapping[str, float]) -> None:

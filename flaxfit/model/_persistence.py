@@ -11,7 +11,7 @@ import numpy as np
 from flaxfit import checkpoints
 from flaxfit.callbacks._history import History
 from flaxfit.display._tracebacks import short_errors
-from flaxfit.model._export import export_model
+from flaxfit.model._export import apply_to_export
 from flaxfit.model._programs import Programs
 from flaxfit.modules._patterns import as_patterns
 from flaxfit.state._train_state import TrainState
@@ -243,17 +243,22 @@ class Persistence(Programs):
         Returns:
           The size of the file, and its largest difference from the model.
         """
+        from flaxfit import export  # Not before it is used: `import flaxfit` stays quick.
+        from flaxfit.export._spec import example
+
         self._follow_module()
-        return export_model(
-            self._trainer,
-            self._evaluator.task,
-            path,
-            format,
-            input_spec,
-            params=params,
-            trainable=trainable,
-            **options,
-        )
+        trainer, apply = self._trainer, apply_to_export(self._evaluator.task)
+        if input_spec is None:
+            if trainer.input_shapes is None:
+                raise ValueError(
+                    "export() needs input_spec= before the first fit, such as "
+                    "flaxfit.export.InputSpec(('batch', 28, 28))."
+                )
+            input_spec = export.batch_specs(trainer.input_shapes)
+        trainer.begin(lambda: example(input_spec))
+        state = trainer.averaged(trainer.state)
+        module = export.from_state(state, apply, input_spec, params=params, trainable=trainable)
+        return export.write(module, path, format, **options)
 
     def __reduce__(self) -> str:
         raise TypeError(

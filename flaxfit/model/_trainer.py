@@ -16,7 +16,6 @@ from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._stream import is_shared
 from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._ownership import copier
-from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._instance import Instance
 from flaxfit.model._starting_point import Init, StartingPoint
@@ -110,13 +109,9 @@ class Trainer:
         """The training state, not copied: the next step donates it."""
         return self.state if self.loop is None else self.loop.state_in_place
 
-    @property
-    def _companions(self) -> PlacedCompanions:
-        return self._present._companions
-
     def checkpoint(self) -> Checkpoint:
         """The present state with its companions, if checkpoints hold them."""
-        state, saved = self.state, self._companions.saved
+        state, saved = self.state, self._present._companions.saved
         running = frozen_facts(self.task, lambda: state.params)
         return Checkpoint(
             step=int(state.step), state=state, metrics={}, companions=saved, running=running
@@ -145,10 +140,6 @@ class Trainer:
         """A copy of the variables, with the average of the parameters if one is kept."""
         variables = self.averaged(self.state_in_place).variables
         return variables if self.loop is None else self.strategy.collect(variables)
-
-    def write_back(self, error: BaseException | None) -> None:
-        """Writes the weights into an NNX instance that was given; `error` has ended the `fit`."""
-        self.instance.write(lambda: self.variables, error)
 
     def freeze(self, patterns: Any) -> None:
         """Freezes the parameters that match these patterns, and trains all others.
@@ -309,6 +300,7 @@ class Trainer:
         loop = TrainLoop(init, task, seed, strategy=self.strategy, **options)
         # A checkpoint from which it resumes may have its own.
         if not self.is_fresh and not getattr(loop.start, "companions", None):
-            self._companions.refresh()
-            loop._companions.restore(self._companions.variables)
+            companions = self._present._companions
+            companions.refresh()
+            loop._companions.restore(companions.variables)
         return loop

@@ -125,11 +125,9 @@ def _check_keywords(objective: Function, names: Mapping[str, Any]) -> None:
     """Checks that an objective takes the companions of these names, and asks for no others."""
     found = list(parameters(objective).values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    rest = [each for each in found if each.kind not in positional]
-    rest = [each for each in found if each.kind in positional][len(_POSITIONAL) :] + rest
-    by_name = [
-        each for each in rest if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    ]
+    places = [each for each in found if each.kind in positional]
+    rest = places[len(_POSITIONAL) :] + [each for each in found if each.kind is each.KEYWORD_ONLY]
+    by_name = [each for each in rest if each.kind is not each.POSITIONAL_ONLY]
     taken = [each.name for each in by_name]
     takes_any = not found or any(each.kind is each.VAR_KEYWORD for each in found)
     if unknown := [name for name in names if name not in taken and not takes_any]:

@@ -21,7 +21,7 @@ from flaxfit.task._multi_output import as_loss, is_number
 from flaxfit.task._no_loss import no_loss
 from flaxfit.task._output_metrics import as_metrics
 from flaxfit.task._precision import check_precision
-from flaxfit.task._signatures import check_hooks, check_objective_call, takes_ema
+from flaxfit.task._signatures import check_call, takes_ema
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._selection import label_of
 
@@ -51,7 +51,9 @@ def resolved(task: Any) -> dict[str, Any]:
     if task.objective is None:  # Which may draw from streams of its own.
         check_streams("TrainTask", rngs, apply)
     companions = as_companions("TrainTask", task)
-    _check_saved(task.save_companions, companions)
+    check_flag("save_companions", task.save_companions)
+    if task.save_companions and not companions:
+        raise ValueError("save_companions=True would have no effect: the task has no companions.")
     return {
         "apply": apply,
         "freeze": freeze,
@@ -92,7 +94,8 @@ def _check_values(task: Any) -> None:
             f"grads_hook must be (grads, state, sums) -> grads, got {task.grads_hook!r:.80}."
         )
     _check_example_grads_hook(task)
-    check_hooks(task)
+    check_call("example_grads_hook", task.example_grads_hook, "grads")
+    check_call("grads_hook", task.grads_hook, "grads", "state", "sums")
     above = task.skip_above
     if above is not None and not (is_number(above) and above > 0):
         raise ValueError(
@@ -118,12 +121,6 @@ def _check_example_grads_hook(task: Any) -> None:
             "With precision='float16', example_grads_hook would receive gradients of the scaled "
             "loss: use precision='bfloat16', which needs no scale."
         )
-
-
-def _check_saved(save_companions: object, companions: Mapping[str, Any]) -> None:
-    check_flag("save_companions", save_companions)
-    if save_companions and not companions:
-        raise ValueError("save_companions=True would have no effect: the task has no companions.")
 
 
 def check_names(reported: Iterable[str]) -> None:
@@ -164,8 +161,10 @@ def check_objective(task: Any) -> None:
         raise TypeError(
             f"objective must be (apply, batch, rngs) -> values, got {task.objective!r:.80}."
         )
-    check_objective_call(task)
-    if getattr(task, "ema", 1) is None and takes_ema(task):
+    is_given_ema = takes_ema(task)
+    named = ("ema",) if is_given_ema else ()  # Companions are checked by name.
+    check_call("objective", task.objective, "apply", "batch", "rngs", named=named)
+    if getattr(task, "ema", 1) is None and is_given_ema:
         raise ValueError(
             "The objective has a parameter ema, but the task keeps no moving average of its "
             "parameters: set ema to its decay, such as ema=0.99."

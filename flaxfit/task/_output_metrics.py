@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric
             pick = functools.partial(loss.pick, output)
             for name, metric in metrics.as_metrics(listed).items():
                 picked = metrics.on(pick, metric)
-                found[f"{output}_{name}"] = MetricOfOutput.of(output, picked)
+                found[f"{output}_{name}"] = MetricOfOutput(**{**vars(picked), "output": output})
     return found | metrics.as_metrics(given)
 
 
@@ -102,12 +102,6 @@ class MetricOfOutput(metrics.Metric):
     """A metric of one output, whose weights it is measured with."""
 
     output: str = ""
-
-    @classmethod
-    def of(cls, output: str, metric: metrics.Metric) -> Self:
-        """Makes a metric that of an output."""
-        fields = dataclasses.fields(metrics.Metric)
-        return cls(**{each.name: getattr(metric, each.name) for each in fields}, output=output)
 
 
 def with_names(task: Any, outputs: PyTree) -> PyTree:

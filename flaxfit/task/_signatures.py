@@ -8,18 +8,6 @@ from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import Function
 
 
-def check_hooks(task: Any) -> None:
-    """Checks the arguments of the hooks of a task."""
-    _check_call("example_grads_hook", task.example_grads_hook, "grads")
-    _check_call("grads_hook", task.grads_hook, "grads", "state", "sums")
-
-
-def check_objective_call(task: Any) -> None:
-    """Checks the arguments of an objective beside its companions, which are checked by name."""
-    named = ("ema",) if takes_ema(task) else ()
-    _check_call("objective", task.objective, "apply", "batch", "rngs", named=named)
-
-
 def takes_ema(task: Any) -> bool:
     """Whether the objective of a task is given the model with the average of its parameters.
 
@@ -49,7 +37,7 @@ def _ema_of(objective: Any) -> inspect.Parameter | None:
     return found if found is not None and found.kind in by_name else None
 
 
-def _check_call(
+def check_call(
     option: str, function: Any, *arguments: str, named: tuple[str, ...] | None = None
 ) -> None:
     """Checks that a function can be called with these arguments; with `named`, and with others."""
