@@ -41,9 +41,8 @@ def about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
     if owner == MODEL:
         advice = "accumulate=1" if n_parts > 1 else "strategy=Sharded(), or one device"
         return (
-            "The model computes an output of an example from other examples of its batch, such as "
-            "their mean, and would see a part of the batch at a time here: its results would "
-            f"differ. Use {advice}. This does not concern BatchNorm with running statistics."
+            "This model mixes examples of a batch, such as by a batch mean, so dividing the batch "
+            f"would change its results. Use {advice}. BatchNorm with running statistics is allowed."
         )
     if owner == OBJECTIVE:
         where = f"with {text}" if text else "with batches that may be padded"

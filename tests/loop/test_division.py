@@ -69,7 +69,7 @@ def test_a_model_that_combines_rows_is_not_divided(name, strategy):
         lambda: model.evaluate(X, Y, batch_size=20, verbose=0),
         lambda: model.predict(X, batch_size=20, verbose=0),
     ):
-        with pytest.raises(ValueError, match=r"from other examples of its batch.*Sharded\(\)"):
+        with pytest.raises(ValueError, match=r"model mixes examples of a batch.*Sharded\(\)"):
             call()
 
 
@@ -79,7 +79,7 @@ def test_a_weight_that_begins_near_zero_hides_nothing(size):
         return (x + variables["params"]["gate"] * x.mean(0)) @ w
 
     state = {"params": {"w": jnp.asarray(W), "gate": jnp.asarray(size)}}
-    with pytest.raises(ValueError, match="from other examples of its batch"):
+    with pytest.raises(ValueError, match="model mixes examples of a batch"):
         model_of(gated, FOUR["shard_map"](), state=state).fit(X, Y, 20, verbose=0)
 
 
@@ -102,7 +102,7 @@ def test_rows_that_depend_on_their_place_or_number_are_refused(name):
         "position": lambda w, x, _: (x + jnp.arange(len(x))[:, None]) @ w,
         "number of rows": lambda w, x, _: (x / len(x)) @ w,
     }
-    with pytest.raises(ValueError, match="from other examples of its batch"):
+    with pytest.raises(ValueError, match="model mixes examples of a batch"):
         model_of(functions[name], FOUR["shard_map"]()).fit(X, Y, 20, verbose=0)
 
 
@@ -187,7 +187,7 @@ def test_parts_that_continue_from_one_another_have_the_state_of_the_batch(module
 @pytest.mark.slow
 def test_a_small_part_of_other_rows_is_found_on_replicas_too():
     model = model_of(lambda w, x, _: (x - 9e-3 * x.mean(0)) @ w, FOUR["shard_map"]())
-    with pytest.raises(ValueError, match="from other examples of its batch"):
+    with pytest.raises(ValueError, match="model mixes examples of a batch"):
         model.fit(X, Y, 20, verbose=0)
 
 
@@ -215,7 +215,7 @@ def test_a_module_that_sums_over_the_replicas_is_right():
         counts.append(model.state.model_state["codes"]["usage"])
     np.testing.assert_array_equal(*counts)
     numbered = model_of(lambda w, x, _: x @ w + jax.lax.axis_index("replica"), FOUR["pmap"]())
-    with pytest.raises(ValueError, match="from other examples of its batch"):
+    with pytest.raises(ValueError, match="model mixes examples of a batch"):
         numbered.fit(X, Y, 20, verbose=0)
     with pytest.raises(ValueError, match="'codes/usage'"):
         ff.Model(Codebook(), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]()).fit(
@@ -277,7 +277,7 @@ class Normalized(nnx.Module):
 @pytest.mark.slow
 def test_batchnorm_is_tried_in_evaluation_mode():
     model = ff.Model(Normalized(is_centered=True), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]())
-    with pytest.raises(ValueError, match="from other examples of its batch"):
+    with pytest.raises(ValueError, match="model mixes examples of a batch"):
         model.fit(X, Y, 20, verbose=0)
     model = ff.Model(Normalized(is_centered=False), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]())
     model.fit(X, Y, 20, verbose=0)
@@ -339,7 +339,7 @@ def test_numbers_that_a_module_draws_by_itself_are_no_combination_of_rows(strate
         return ff.Model(module, optax.sgd(0.1), "mse", **options).fit(X, Y, 20, verbose=0)
 
     assert np.isfinite(fit(is_scaled=False)["loss"]).all()
-    with pytest.raises(ValueError, match="from other examples of its batch"):
+    with pytest.raises(ValueError, match="model mixes examples of a batch"):
         fit(is_scaled=True)
 
 
