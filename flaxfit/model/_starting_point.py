@@ -23,7 +23,6 @@ from flaxfit.optim._plain_rate import matched
 from flaxfit.state._train_state import TrainState, with_opt_state
 from flaxfit.step._init_state import init_state
 from flaxfit.strategies import Strategy
-from flaxfit.strategies._eager import eagerly
 from flaxfit.task._companions import are_same
 from flaxfit.task._frozen import with_late
 from flaxfit.task._task import TrainTask
@@ -138,7 +137,7 @@ class StartingPoint:
         if self.known is not None:
             return self.known
         if self._gives_weights:
-            with eagerly(self._strategy):
+            with _eagerly(self._strategy):
                 return self._make(self.init, self.task.optimizer, ())
         raise RuntimeError(
             "This model has no weights yet: call build(x), fit, evaluate, predict or load before "
@@ -175,7 +174,7 @@ class StartingPoint:
 
     def begin(self, inputs: Callable[[], PyTree], *, notes_shapes: bool = False) -> None:
         """Makes the state, with loaded weights if there are any; see `Trainer.begin`."""
-        with eagerly(self._strategy), without_mesh():
+        with _eagerly(self._strategy), without_mesh():
             if isinstance(self._given, WarmStart) or not self.has_weights:
                 given, shardings = inputs(), self._strategy.shardings
                 made = self._make(self.init, self.task.optimizer, given, shardings=shardings)
@@ -252,3 +251,8 @@ def continued(
         fresh = "the weights are kept; the optimizer state differs and starts from scratch"
         say(f"compiled at step {int(state.step):,}: {kept if is_kept else fresh}")
     return with_opt_state(state, opt_state), late
+
+
+def _eagerly(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
+    """Keeps JAX from compiling and tracing in a `with` block, if the strategy runs eagerly."""
+    return jax.disable_jit() if strategy.runs_eagerly else contextlib.nullcontext()

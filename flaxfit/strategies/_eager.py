@@ -1,6 +1,5 @@
 """Eager: runs functions operation by operation on one device, so that values can be inspected."""
 
-import contextlib
 
 import jax
 
@@ -88,11 +87,6 @@ class Eager:
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """As `compile`."""
         return self.bind(function)
-
-
-def eagerly(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
-    """Keeps JAX from compiling and tracing in a `with` block, if the strategy runs eagerly."""
-    return jax.disable_jit() if strategy.runs_eagerly else contextlib.nullcontext()
 
 
 def _check_alone(strategy: Strategy) -> None:
