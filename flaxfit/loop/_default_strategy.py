@@ -1,7 +1,10 @@
 """The strategy of a task where none is given, and which one its own step can run under."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from flaxfit.strategies import DataParallel, Eager, Sharded, Strategy
 from flaxfit.task._task import TrainTask
@@ -43,3 +46,8 @@ def check_strategy(task: TrainTask, strategy: Strategy) -> None:
             f"The task has a custom step, which needs whole batches, but {strategy!r} gives each "
             f"of {strategy.n_devices} devices a part: use strategy=Sharded(), or one device."
         )
+
+
+def eagerly(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
+    """Keeps JAX from compiling and tracing in a `with` block, if the strategy runs eagerly."""
+    return jax.disable_jit() if strategy.runs_eagerly else contextlib.nullcontext()

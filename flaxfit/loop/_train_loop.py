@@ -16,7 +16,7 @@ from flaxfit.loop._access import by_one_thread
 from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple, unfreezes
 from flaxfit.loop._card import card_of
 from flaxfit.loop._compilation_cache import use_compilation_cache
-from flaxfit.loop._default_strategy import strategy_for
+from flaxfit.loop._default_strategy import eagerly, strategy_for
 from flaxfit.loop._determinism import say_if_inexact
 from flaxfit.loop._idle_gpu import warn_of_idle_gpu
 from flaxfit.loop._initial_state import as_checkpoint, check_same_arrays, check_trains, start
@@ -36,7 +36,6 @@ from flaxfit.state._observers import Observer, Observers
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._cost import StepCost
 from flaxfit.strategies import Strategy
-from flaxfit.strategies._eager import eagerly
 from flaxfit.task._repr import describe_loss
 from flaxfit.task._task import TrainTask, with_collections
 from flaxfit.tree._context_mesh import without_mesh

@@ -13,6 +13,7 @@ from flaxfit import checkpoints
 from flaxfit.checkpoints._compare import check_fits
 from flaxfit.checkpoints._tree import descriptions, leaves_of, unflatten
 from flaxfit.display import say
+from flaxfit.loop._default_strategy import eagerly
 from flaxfit.loop._initial_state import read_for
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._train_loop import TrainLoop
@@ -137,7 +138,7 @@ class StartingPoint:
         if self.known is not None:
             return self.known
         if self._gives_weights:
-            with _eagerly(self._strategy):
+            with eagerly(self._strategy):
                 return self._make(self.init, self.task.optimizer, ())
         raise RuntimeError(
             "This model has no weights yet: call build(x), fit, evaluate, predict or load before "
@@ -174,7 +175,7 @@ class StartingPoint:
 
     def begin(self, inputs: Callable[[], PyTree], *, notes_shapes: bool = False) -> None:
         """Makes the state, with loaded weights if there are any; see `Trainer.begin`."""
-        with _eagerly(self._strategy), without_mesh():
+        with eagerly(self._strategy), without_mesh():
             if isinstance(self._given, WarmStart) or not self.has_weights:
                 given, shardings = inputs(), self._strategy.shardings
                 made = self._make(self.init, self.task.optimizer, given, shardings=shardings)
@@ -251,8 +252,3 @@ def continued(
         fresh = "the weights are kept; the optimizer state differs and starts from scratch"
         say(f"compiled at step {int(state.step):,}: {kept if is_kept else fresh}")
     return with_opt_state(state, opt_state), late
-
-
-def _eagerly(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
-    """Keeps JAX from compiling and tracing in a `with` block, if the strategy runs eagerly."""
-    return jax.disable_jit() if strategy.runs_eagerly else contextlib.nullcontext()

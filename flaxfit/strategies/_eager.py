@@ -1,6 +1,5 @@
 """Eager: runs functions operation by operation on one device, so that values can be inspected."""
 
-
 import jax
 
 from flaxfit.strategies._data_parallel import DataParallel

@@ -67,7 +67,7 @@ MODULES = {
     "map over rows": ["h = jax.lax.map(lambda row: jnp.tanh(self.one(row)), x)"],
 }
 MIXING = {
-    # Half of the mean: Adam would divide the gradient of a bias that cancels, which is rounding alone.
+    # Half of it: the gradient of a bias that cancels is rounding alone, which Adam scales up.
     "mean": ["h = self.one(x)", "h = h - h.mean(0) / 2"],
     "ranks": ["h = self.one(x + jnp.argsort(jnp.argsort(x, 0), 0) / 16)"],
     "neighbors": ["h = self.one(x + x[jnp.arange(len(x)) // 2])"],
