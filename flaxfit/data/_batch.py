@@ -194,7 +194,8 @@ def _weights(weights: PyTree) -> PyTree:
     if is_list_of_weights(weights):
         weights = by_output(weights)
     if isinstance(weights, Mapping):
-        return {str(name): _weights(each) for name, each in weights.items()}
+        named = ((n if isinstance(n, str) else str(n), each) for n, each in weights.items())
+        return {name: _weights(each) for name, each in named}
     array = _array(weights)
     return array if array.dtype == np.float32 else array.astype(np.float32)
 

@@ -91,13 +91,16 @@ class Roles:
     def of_data_set(self, data: Data, *, has_targets: bool = True) -> Data:
         """Returns columns of arrays as `(inputs, targets, weights)`; other data is unchanged.
 
-        Without targets, as for `predict`, it returns the inputs alone.
+        Without targets, as for `predict`, it returns the inputs alone. Batches of inputs alone look
+        like columns: inputs by name then keep the names of their columns, which are found again.
         """
         batches = list if has_targets else (list, tuple)
         if isinstance(data, batches) or self._columns_of(data) is None:
             return data
         parts = self(data) if has_targets else self.inputs_of(data)
         inputs, targets, weights = map(_as_arrays, parts)
+        if isinstance(self.inputs, Mapping) and not (is_given(targets) or is_given(weights)):
+            inputs = {column: inputs[name] for name, column in self.inputs.items()}
         return (inputs, targets, weights) if has_targets else inputs
 
     @property

@@ -14,6 +14,10 @@ OTHER_OUTPUTS = ""
 """The key of the weights of all outputs that weights by output do not name."""
 
 
+class Placed(str):
+    """The name of an output, one of several, that has its weights by their place in a list."""
+
+
 def of_output(weights: PyTree, name: str) -> PyTree:
     """The weights of one output, from weights of the examples or by output."""
     if isinstance(weights, Mapping):
@@ -40,6 +44,8 @@ def by_output(weights: PyTree, names: Sequence[str] = ()) -> PyTree:
             f"There are weights for {len(weights)} outputs, and the model has losses for "
             f"{len(names)}: {', '.join(names)}."
         )
+    if len(names) > 1:
+        names = [*map(Placed, names)]
     found = {n: each for n, each in zip(names, weights, strict=True) if each is not None}
     return found or None
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import jax
 
-from flaxfit.data._batch import normalize
+from flaxfit.data._batch import Batch, normalize
 from flaxfit.display import count, quiet, say, start_lines
 from flaxfit.display._html import n_numbers
 from flaxfit.display._tracebacks import short_errors
@@ -392,7 +392,8 @@ class TrainLoop:
 
         def sample() -> PyTree:
             with self.in_phase("training"):
-                given = task.roles.inputs_of((input_sample,))
+                is_batch = isinstance(input_sample, Batch)  # Whose columns were found before.
+                given = task.roles.inputs_of(input_sample if is_batch else (input_sample,))
                 batch = stepper.first_batch() if input_sample is None else given
             return normalize(batch, is_whole=task.keeps_whole).inputs
 

@@ -72,8 +72,8 @@ def update_statistics(
         pass_length(stream, "Pass n_steps.")
     own = averaged_by(task, state)
     begin = TrainState(jnp.int32(0), own.params, (), own.model_state, own.key)
-    roles = {"inputs": task.inputs, "targets": task.targets, "weights": task.weights}
-    job = TrainTask(step=step, data=itertools.islice(stream, n_steps), **roles)
+    batches = map(task.roles.inputs_of, itertools.islice(stream, n_steps))
+    job = TrainTask(step=step, data=batches)
     loop = TrainLoop(begin, job, strategy=strategy, n_steps_per_checkpoint=2**30, stdout=False)
     list(loop)
     found = {"batch_stats": loop.state.model_state["batch_stats"]}

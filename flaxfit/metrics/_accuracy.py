@@ -116,8 +116,10 @@ Options as of `binary_accuracy`. The weights are of examples, not of single answ
 """
 
 
-def top_k(k: int) -> Metric:
+def top_k(k: int, **options: Any) -> Metric:
     """Makes a metric: the share of examples whose class is among the `k` highest scores.
+
+    Its options are `name` and `ignore_label`, as of every metric.
 
     >>> import numpy as np
     >>> outputs, labels = np.array([[0.1, 0.7, 0.2], [0.3, 0.5, 0.2]]), np.array([2, 2])
@@ -141,4 +143,4 @@ def top_k(k: int) -> Metric:
     def is_among_top_k(answers: Answers) -> jax.Array:
         return (answers.predicted == answers.actual[..., None]).any(-1)
 
-    return mean_of_answers(is_among_top_k, answers, name=f"top_{k}")
+    return mean_of_answers(is_among_top_k, answers, name=f"top_{k}")(**options)

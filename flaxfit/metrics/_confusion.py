@@ -19,6 +19,7 @@ def confusion_matrix(
     threshold: float | None = None,
     from_logits: bool = True,
     normalize: str | None = None,
+    **options: Any,
 ) -> Metric:
     """Makes a metric that adds up weights by actual class (rows) and predicted class (columns).
 
@@ -35,6 +36,7 @@ def confusion_matrix(
       from_logits: whether the outputs are logits; if not, the threshold is 0.5 unless given.
       normalize: "true" divides by the weight of each row, "pred" by that of each column, and "all"
         by that of all.
+      options: `name` and `ignore_label`, as of every metric.
     """
     if normalize not in (None, "true", "pred", "all"):
         raise ValueError(f"normalize must be 'true', 'pred', 'all' or None, got {normalize!r}.")
@@ -60,7 +62,7 @@ def confusion_matrix(
         axis = {"true": 1, "pred": 0, "all": None}[normalize]
         return np.asarray(ratio(matrix, matrix.sum(axis, keepdims=True), 0.0))
 
-    return Metric(measure, compute, "confusion_matrix")
+    return Metric(measure, compute, "confusion_matrix")(**options)
 
 
 def plot_confusion_matrix(matrix: ArrayLike, names: Sequence[str] | None = None) -> Any:

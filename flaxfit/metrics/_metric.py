@@ -25,6 +25,13 @@ RESERVED = (
 """The names under which a loop reports its own numbers."""
 
 
+def why_taken(name: str) -> str:
+    """Why a number of the user's cannot have a name; "" if it can."""
+    if name in RESERVED:
+        return "the loop reports its own number under that name"
+    return "it would pass for a number of validation" if name.startswith("val_") else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Metric:
     """A pair of pure functions: `measure` gives sums that add up, `compute` their value.
@@ -93,8 +100,9 @@ class Metric:
         if (name := options.pop("name", None)) is not None:
             return _named(self(**options), name)
         known = self._options()
-        if "ignore_label" not in known and (label := options.pop("ignore_label", None)) is not None:
-            return _ignoring(self(**options), label)
+        if "ignore_label" not in known and "ignore_label" in options:
+            label, metric = options.pop("ignore_label"), self(**options)
+            return metric if label is None else _ignoring(metric, label)
         unknown = [name for name in options if name not in known]
         if self.configure is None or unknown:
             advice = "".join(f" {_ADVICE[name]}" for name in unknown if name in _ADVICE)

@@ -39,7 +39,7 @@ from flaxfit.metrics._confusion import confusion_matrix
 from flaxfit.metrics._correlations import concordance, explained_variance, pearson
 from flaxfit.metrics._images import psnr, ssim
 from flaxfit.metrics._keras import refuse_keras
-from flaxfit.metrics._metric import RESERVED, Metric, mean
+from flaxfit.metrics._metric import Metric, mean, why_taken
 from flaxfit.metrics._nnx_metrics import (
     from_nnx_metric,
     is_multi_metric,
@@ -148,10 +148,9 @@ def as_metrics(
             raise TypeError(
                 f"The name of a metric must be a string, got {type(name).__name__}: {name!r:.60}"
             )
-        if name in RESERVED:
+        if why := why_taken(name):
             raise ValueError(
-                f"A metric cannot be called {name!r}: the loop reports its own number under that "
-                "name. Pass a mapping with another name."
+                f"A metric cannot be called {name!r}: {why}. Pass a mapping with another name."
                 + (f" {_OF_LOSS}" if name == "loss" else "")
             )
         if names.count(name) > 1:

@@ -251,8 +251,8 @@ class Trainer:
         """
         self.check_trainable()
         if self.loop is None:
-            init, sample = self.starting_point.init, batch.inputs
-            self.loop = self._start_loop(init, None, input_sample=sample, stdout=True)
+            init = self.starting_point.init
+            self.loop = self._start_loop(init, None, input_sample=batch, stdout=True)
         elif self.loop.callbacks or self.loop.data is not self._no_data:
             self.loop.callbacks, self.loop.data = (), None
         self._no_data = self.loop.data

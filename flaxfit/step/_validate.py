@@ -22,7 +22,12 @@ from flaxfit.step._forward import forward, forward_eval
 from flaxfit.step._hints import check_classes, hints_of
 from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._own_weights import check_own_weights
-from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
+from flaxfit.task._multi_output import (
+    check_order,
+    check_outputs,
+    check_values,
+    targets_with_weights,
+)
 from flaxfit.task._no_loss import check_adds_loss
 from flaxfit.task._one_for_all import for_all_outputs
 from flaxfit.task._precision import in_float32
@@ -99,6 +104,7 @@ def inspect(
         with calls_explained(batch.inputs, batch.targets), _explained(task, batch):
             traced = trace(bound, state, batch, states_of(task))
     result = traced.shapes
+    check_order(result.outputs, batch.weights)
     check_adds_loss(task, result.penalty)
     task = for_all_outputs(task, result.outputs, batch)
     if result.values is not None:

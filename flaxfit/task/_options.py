@@ -10,7 +10,7 @@ from flax.core.scope import in_filter
 
 from flaxfit.display import say
 from flaxfit.metrics import Metric
-from flaxfit.metrics._metric import RESERVED
+from flaxfit.metrics._metric import why_taken
 from flaxfit.modules._patterns import as_patterns, select
 from flaxfit.modules._switch import as_apply, check_streams
 from flaxfit.optim._extended import extend, late_of
@@ -125,11 +125,9 @@ def _check_example_grads_hook(task: Any) -> None:
 
 def check_names(reported: Iterable[str]) -> None:
     """Checks the names of what an objective reports."""
-    if names := [name for name in reported if name in RESERVED]:
-        raise ValueError(
-            f"The objective cannot report {', '.join(names)}: the loop reports its own number "
-            "under that name. Use another name."
-        )
+    for name in reported:
+        if why := why_taken(name):
+            raise ValueError(f"The objective cannot report {name}: {why}. Use another name.")
 
 
 def check_across(across: str | None) -> None:

@@ -117,6 +117,11 @@ def test_a_data_set_has_lists_of_numbers_made_arrays():
     batch = normalize(Roles("image", "label").of_data_set(data))
     np.testing.assert_array_equal(batch.targets[0], Y)
     assert Roles("image", "label").of_data_set(data, has_targets=False) is X
+    swapped = Roles({"image": "label", "label": "image"}, ())
+    for found in swapped.of_data_set(data), (swapped.of_data_set(data, has_targets=False),):
+        batch = normalize(swapped(found[:1]))  # The item of a stream.
+        np.testing.assert_array_equal(batch.inputs["image"], Y)
+        assert batch.inputs["label"] is X
     batches = [data]
     assert Roles("image").of_data_set(batches) is batches
 

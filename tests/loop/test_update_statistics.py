@@ -103,3 +103,11 @@ def test_data_that_repeats_forever_is_refused():
 
     with pytest.raises(ValueError, match="repeats forever. Pass n_steps"):
         ff.update_statistics(task, state, Endless([(X, Y)]))
+
+
+def test_renamed_columns_are_taken_once():
+    options = {"inputs": {"x": "y"}, "targets": "x", "strategy": ONE}
+    model = ff.Model(nn.BatchNorm(), optax.sgd(0.1), "mse", **options)
+    model.update_statistics({"x": X, "y": X + 1}, batch_size=len(X))
+    mean = model.state.model_state["batch_stats"]["mean"]
+    np.testing.assert_allclose(mean, X.mean(0) + 1, rtol=1e-5)

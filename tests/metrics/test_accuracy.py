@@ -110,6 +110,9 @@ def test_top_k_agrees_with_scikit_learn(digits, measured, k):
     logits, labels, weights = digits
     expected = top_k_accuracy_score(labels, logits, k=k, sample_weight=weights)
     assert measured(top_k(k), logits, labels, weights=weights) == pytest.approx(expected, rel=1e-6)
+    without = top_k(k, ignore_label=3)
+    expected = measured(top_k(k), logits[labels != 3], labels[labels != 3])
+    assert measured(without, logits, labels) == pytest.approx(expected, rel=1e-6)
 
 
 def test_every_class_is_among_all_of_them(digits, measured):

@@ -59,3 +59,14 @@ def test_a_matrix_may_hold_shares(digits, measured):
         np.testing.assert_allclose(value, expected, rtol=1e-5)
     with pytest.raises(ValueError, match="'true', 'pred', 'all' or None, got 'rows'"):
         confusion_matrix(normalize="rows")
+
+
+def test_a_label_and_the_name_are_options(measured):
+    logits, labels = np.eye(3)[[0, 1, 2, 0]], np.array([0, 2, -1, -1])
+    metric = confusion_matrix(3, ignore_label=-1, name="matrix")
+    assert metric.name == "matrix"
+    np.testing.assert_array_equal(
+        measured(metric, logits, labels), measured(confusion_matrix(3), logits[:2], labels[:2])
+    )
+    with pytest.raises(TypeError, match="'confusion_matrix' has no option ignore"):
+        confusion_matrix(3, ignore=-1)

@@ -108,6 +108,8 @@ def test_an_ignored_label_of_any_metric_of_one_target_does_not_count():
     weighted = ignoring.measure(outputs, targets, weights=np.array([3.0, 9.0, 1.0]))
     assert ignoring.compute(weighted) == 0.75
     assert accuracy(threshold=0.5, ignore_label=-100).name == "accuracy"
+    for metric in mean(lambda outputs, targets: targets, name="targets"), spearman:
+        assert metric(ignore_label=None) is metric
 
 
 def test_values_may_come_with_weights():

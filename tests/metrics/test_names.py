@@ -81,6 +81,12 @@ def test_the_names_of_the_loops_own_numbers_are_refused(name):
         as_metrics({name: "mse"})
 
 
+def test_the_names_of_validation_are_refused():
+    with pytest.raises(ValueError, match="'val_mae': it would pass for a number of validation"):
+        as_metrics({"val_mae": "mse", "mae": "mae"})
+    assert as_metrics({"value": "mse"}).keys() == {"value"}
+
+
 @pytest.mark.parametrize("named", [["loss"], {"loss": "mse"}])
 def test_the_loss_is_no_metric_but_given_as_such(named):
     with pytest.raises(ValueError, match=r"given as such: EvalTask\(\.\.\., loss=\.\.\.\)"):

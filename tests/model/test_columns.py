@@ -167,3 +167,32 @@ def test_a_frame_has_its_columns_taken_by_name_beside_others_of_text():
             (history["val_loss"], model.evaluate(data), *model.predict(data), *model.predict(frame))
         )
     assert found[0] == found[1]
+
+
+class Difference(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(np.ones((), np.float32))
+
+    def __call__(self, a, b):
+        return self.scale[...] * (a - 10 * b)
+
+
+@pytest.mark.parametrize("inputs", [{"a": "b", "b": "a"}, {"a": "c", "b": "a"}])
+def test_columns_named_like_other_arguments_are_taken_once(inputs):
+    columns = dict(zip("abc", X.T, strict=True))
+    a, b = (columns[name] for name in inputs.values())
+    expected, data = a - 10 * b, {**columns, "label": b}
+    model = ff.Model(Difference(), optax.sgd(0.0), "mse", inputs=inputs, targets="label")
+    loss = pytest.approx(np.mean((expected - b) ** 2), rel=1e-5)
+    assert model.train_on_batch(data) == loss
+    for found in (
+        model.predict(data),
+        model.predict(columns),
+        model.predict_on_batch(data),
+        next(model.predictions(data))[1],
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    targetless = ff.Model(Difference(), optax.sgd(0.0), lambda outputs: outputs, inputs=inputs)
+    mean = pytest.approx(np.mean(expected), rel=1e-5)
+    assert targetless.evaluate(columns)["loss"] == mean
+    assert targetless.fit(columns, verbose=0)["loss"] == [mean]

@@ -1,5 +1,6 @@
 """evaluate, predict, predictions and single batches of a Model, and compile between them."""
 
+import collections
 import itertools
 
 import jax
@@ -16,6 +17,7 @@ import flaxfit as ff
 X = np.random.default_rng(0).normal(size=(13, 3)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
 LAYER = nn.Dense(1, kernel_init=waves)
+Heads = collections.namedtuple("Heads", "price, count")
 
 
 def make_model(**options):
@@ -202,15 +204,19 @@ def test_weights_are_a_list_of_arrays(model):
 
 
 class TwoHeads(nn.Module):
+    form: type = dict
+
     @nn.compact
     def __call__(self, x):
-        return {name: nn.Dense(1, kernel_init=waves, name=name)(x) for name in ("price", "count")}
+        names = "price", "count"
+        heads = [nn.Dense(1, kernel_init=waves, name=name)(x) for name in names]
+        return self.form(zip(names, heads, strict=True)) if self.form is dict else self.form(heads)
 
 
 @pytest.mark.slow
 def test_weights_in_a_list_are_those_of_the_losses_by_name_in_order():
     losses = {"price": "mse", "count": "mae"}
-    model = ff.Model(TwoHeads(), optax.sgd(0.1), losses)
+    model = ff.Model(TwoHeads(tuple), optax.sgd(0.1), losses)
     y, weights = {"price": Y, "count": -Y}, np.arange(13, dtype=np.float32)
     listed, named = [weights, None], {"price": weights}
     assert model.evaluate(X, y, sample_weight=listed) == model.evaluate(X, y, sample_weight=named)
@@ -219,12 +225,25 @@ def test_weights_in_a_list_are_those_of_the_losses_by_name_in_order():
     assert one_batch(X, y, listed) == one_batch(X, y, named)
     batches = [(X, y, listed)] * 2
     assert model.evaluate(batches) == model.evaluate([(X, y, named)] * 2)
-    one, other = (ff.Model(TwoHeads(), optax.sgd(0.1), losses) for _ in range(2))
+    one, other = (ff.Model(TwoHeads(tuple), optax.sgd(0.1), losses) for _ in range(2))
     assert one.train_on_batch(X, y, listed) == other.train_on_batch(X, y, named)
     by_name = other.fit([(X, y, named)] * 2, verbose=0)
     assert one.fit(iter(batches), verbose=0)["loss"] == by_name["loss"]
     with pytest.raises(ValueError, match="weights for 3 outputs, and the model has losses for 2"):
         model.evaluate(X, y, sample_weight=[weights] * 3)
+
+
+@pytest.mark.parametrize("form", [dict, Heads._make])
+def test_weights_in_a_list_beside_outputs_by_name_are_refused(form):
+    model = ff.Model(TwoHeads(form), optax.sgd(0.1), {"count": "mae", "price": "mse"})
+    y, weights = {"price": Y, "count": -Y}, (np.arange(13, dtype=np.float32), None)
+    for call in (
+        lambda: model.evaluate(X, y, sample_weight=weights),
+        lambda: model.train_on_batch(X, y, weights),
+        lambda: model.fit([(X, y, weights)], verbose=0),
+    ):
+        with pytest.raises(ValueError, match="Cannot tell which weights in a list or a tuple"):
+            call()
 
 
 def test_data_of_unknown_length_that_ends_before_the_steps_is_said(model, capsys):

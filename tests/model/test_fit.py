@@ -444,10 +444,13 @@ def test_a_second_thread_in_fit_is_refused_and_the_first_goes_on():
         ((X, np.eye(20)), None, True),
         ((X, np.eye(20)), False, False),
         ((X, X), None, False),
-        ((np.eye(20), X), None, False),
+        ((np.eye(20), X), None, True),
+        ({"x": X, "adjacency": np.eye(20)}, None, True),
+        ((X, {"edges": np.zeros((20, 20, 2))}), None, True),
+        (np.eye(20), None, False),
     ],
 )
-def test_that_the_columns_of_a_square_second_input_stay_is_said(inputs, shuffle, is_said, capsys):
+def test_that_the_columns_of_a_square_input_stay_is_said(inputs, shuffle, is_said, capsys):
     options = {"batch_size": 20, "epochs": 1, "steps_per_epoch": None}
     training_stream((inputs, Y, None), shuffle=shuffle, seed=0, n_before=0, **options)
     assert ("pass shuffle=False" in capsys.readouterr().err) == is_said

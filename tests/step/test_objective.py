@@ -367,10 +367,11 @@ def first_of(objective, data=(CHOSEN, LABELS), module=CLASSIFIER, debug=False, *
 def test_its_results_have_names_of_their_own():
     def taken(apply, batch, rngs):
         values = crossentropy(apply, batch, rngs)
-        return values, {"loss": values}
+        return values, {name: values}
 
-    with pytest.raises(ValueError, match="cannot report loss: the loop reports its own number"):
-        first_of(taken)
+    for name, why in ("loss", "the loop reports its own number"), ("val_x", "it would pass for a"):
+        with pytest.raises(ValueError, match=f"cannot report {name}: {why}"):
+            first_of(taken)
 
 
 def test_one_that_never_calls_the_model_is_refused():
