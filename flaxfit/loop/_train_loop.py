@@ -16,6 +16,7 @@ from flaxfit.loop._access import by_one_thread
 from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple, unfreezes
 from flaxfit.loop._card import card_of
 from flaxfit.loop._compilation_cache import use_compilation_cache
+from flaxfit.loop._consistency import agreed_shardings
 from flaxfit.loop._default_strategy import strategy_for
 from flaxfit.loop._determinism import say_if_inexact
 from flaxfit.loop._idle_gpu import warn_of_idle_gpu
@@ -404,7 +405,7 @@ class TrainLoop:
                 rnkey,
                 sample,
                 self.say,
-                strategy.shardings,
+                agreed_shardings(strategy),
                 freezes_as_saved=any(map(unfreezes, as_tuple(callbacks))),
             )
         if present is not task:
