@@ -438,6 +438,18 @@ def test_a_second_thread_in_fit_is_refused_and_the_first_goes_on():
     assert model.step == 3
 
 
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+def test_training_in_a_callback_of_the_same_model_is_refused_and_it_goes_on(method):
+    model, x = make_model(), X[:8]
+
+    def call(checkpoint):
+        with pytest.raises(RuntimeError, match="is training already, and calls you"):
+            getattr(model, method)(x, x[:, :1])
+
+    assert len(model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[call])["loss"]) == 2
+    assert model.step == 2
+
+
 @pytest.mark.parametrize(
     ("inputs", "shuffle", "is_said"),
     [
