@@ -33,6 +33,12 @@ def by_one_thread(function: Callable[P, T]) -> Callable[P, T]:
     return alone
 
 
+def check_thread(owner: object) -> None:
+    """Refuses to read the state of a model or loop that another thread trains."""
+    if vars(owner).get("_thread") not in (None, threading.get_ident()):
+        raise _busy("use the checkpoint that a callback receives, or one that the run has saved")
+
+
 def _busy(advice: str) -> RuntimeError:
     return RuntimeError(
         "Another thread is training this model or loop, which holds one state: wait for "

@@ -12,7 +12,7 @@ from flaxfit.data._batch import normalize
 from flaxfit.display import count, quiet, say, start_lines
 from flaxfit.display._html import n_numbers
 from flaxfit.display._tracebacks import short_errors
-from flaxfit.loop._access import by_one_thread
+from flaxfit.loop._access import by_one_thread, check_thread
 from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple, unfreezes
 from flaxfit.loop._card import card_of
 from flaxfit.loop._compilation_cache import use_compilation_cache
@@ -459,6 +459,7 @@ class TrainLoop:
     @property
     def state(self) -> TrainState:
         """The training state: an unreplicated copy, which stays valid."""
+        check_thread(self)
         copy = self._copy or self._stepper.strategy.collect
         # A function that JAX traces may ask for it.
         with self._stepper.interrupts.held(), jax.ensure_compile_time_eval():

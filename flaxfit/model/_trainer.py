@@ -14,7 +14,7 @@ from flaxfit.checkpoints._reader import nothing_in
 from flaxfit.data import DataStream, as_stream, one_pass
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._stream import is_shared
-from flaxfit.loop._access import by_one_thread
+from flaxfit.loop._access import by_one_thread, check_thread
 from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._ownership import copier
 from flaxfit.loop._placed_companions import PlacedCompanions
@@ -100,6 +100,7 @@ class Trainer:
     @property
     def state(self) -> TrainState:
         """The training state, a copy; setting it continues from another one."""
+        check_thread(self)
         return self._present.state
 
     @state.setter
@@ -139,6 +140,7 @@ class Trainer:
 
         Weights loaded from a file have no average, and are used themselves.
         """
+        check_thread(self)
         return averaged_by(self.task, state)
 
     @property
