@@ -41,6 +41,6 @@ def check_thread(owner: object) -> None:
 
 def _busy(advice: str) -> RuntimeError:
     return RuntimeError(
-        "Another thread is training this model or loop, which holds one state: wait for "
-        f"that thread, or {advice}."
+        "Another thread is training this model or loop, which holds one state: wait for that "
+        f"thread, or {advice}."
     )

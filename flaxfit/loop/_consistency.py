@@ -38,10 +38,7 @@ class Consistency:
             self._say(f"step {step:,} of a state with the checksum {_checksum(state):08x}", True)
 
     def whole(self, topic: str, tree: PyTree) -> None:
-        """Checks that all hold the same arrays, of which the devices are to get parts; names some.
-
-        Shapes without content, and arrays that are in parts already, are not compared.
-        """
+        """Checks that all hold the same arrays, before devices get parts of them."""
         if self.is_needed:
             held = {path: _words(x) for path, x in flat(tree).items() if _is_held(x)}
             self._compare(topic, {path: _crc(np.asarray(x)) for path, x in held.items()})
@@ -138,9 +135,8 @@ def _words(leaf: Array) -> Array:
 
 
 def _is_held(leaf: Array | jax.ShapeDtypeStruct) -> bool:
-    if isinstance(leaf, jax.Array):
-        return leaf.is_fully_addressable
-    return not isinstance(leaf, jax.ShapeDtypeStruct)
+    """Whether this process has the whole content of a leaf, which may be a shape alone."""
+    return getattr(leaf, "is_fully_addressable", not isinstance(leaf, jax.ShapeDtypeStruct))
 
 
 def _checksum(state: PyTree) -> int:

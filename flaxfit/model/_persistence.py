@@ -94,8 +94,7 @@ class Persistence(Programs):
                 f"set_weights needs {len(here)} arrays like those of get_weights(), got "
                 f"{len(given)}{where}."
             )
-        given = {f"weights/{i}": each for i, each in enumerate(weights)}
-        Consistency(self.strategy).whole("the weights", given)
+        Consistency(self.strategy).whole("the weights", {"weights": [*weights]})
         parts = (state.params, state.model_state)
         leaves, structure = jax.tree.flatten(parts)
         new = [put_like(n, leaf, leaf.dtype) for n, leaf in zip(weights, leaves, strict=True)]
