@@ -109,8 +109,8 @@ class SaveOnSignal:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no loop to save: it never had one, or that is gone without `close`."""
-        return self._loop() is None
+        """Whether it has no loop to save: none yet, one that is gone, or closed by a thread."""
+        return self._loop() is None or (self._ended.is_set() and bool(self._previous))
 
     def _listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -135,7 +135,7 @@ class SaveOnSignal:
         ).start()
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if self._loop() is None:  # It is gone without being closed.
+        if self.is_idle:
             self._stop_listening()
             signal.raise_signal(number)
         elif self._received is None:
@@ -229,14 +229,16 @@ class SaveOnSignal:
             self._stop_listening()
 
     def _stop_listening(self) -> None:
-        for number, handler in self._previous.items():
-            # Unless another handler was installed since.
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, handler)
+        # No other thread can: then the next signal restores its handler, and is raised again.
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._previous.items():
+                # Unless another handler was installed since.
+                if signal.getsignal(number) == self._on_signal:
+                    signal.signal(number, handler)
+            self._previous = {}
         self._ended.set()
         if self._received is None and not self._is_done:
             self._arrived.put(None)
-        self._previous = {}
 
 
 def _hear_notice(arrived: queue.SimpleQueue[str | None], ended: threading.Event) -> None:

@@ -239,9 +239,10 @@ def _read_arrays(
     }
     try:
         found = _orbax.read_arrays(path, {n: w for n, w in wanted.items() if math.prod(w.shape)})
-    except (Damaged, MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+    except (Damaged, MemoryError, jax.errors.JaxRuntimeError):
         raise  # It says enough, or the file is not at fault.
     except Exception as error:
+        _seal.raise_if_unread(error, path)
         raise Damaged(f"its arrays cannot be read ({first_line(error)})") from error
     arrays: dict[str, Array] = {}
     for name, each in wanted.items():

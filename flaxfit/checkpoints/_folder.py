@@ -62,8 +62,8 @@ def step_of(name: str) -> int | None:
 
 def step_path(folder: Path, step: int) -> Path:
     """Returns the folder of a step, by its number alone if there is none."""
-    found = [folder / step_name(step), *sorted(folder.glob(f"{step_name(step)}@*"))]
-    return next(filter(_is_step, found), found[-1])
+    found = sorted(entry for entry in _entries(folder) if step_of(entry.name) == step)
+    return next(filter(_is_step, found), [folder / step_name(step), *found][-1])
 
 
 def of_run(folder: str | os.PathLike[str]) -> Path:
@@ -99,7 +99,7 @@ def complete(path: Path, step: int, written: Path) -> None:
     """
     folder = path.parent
     _seal.write(written)
-    for parent, _, names in os.walk(written):
+    for parent, names in _seal.walk(written):
         for name in names:
             sync(os.path.join(parent, name))
         sync(parent)

@@ -30,7 +30,7 @@ class CheckpointFileReader:
     reported, renamed to `corrupt-<step>-<n>`, and the next one is read: the one before it, or
     the next best. If none is intact, or if only folders named like steps are left that hold no
     checkpoint, that is an error: a run never restarts silently. A step that is given by number has
-    no substitute: its damage or absence is an error.
+    no substitute: its damage or absence is an error. So is an I/O error, after which it stays.
 
     >>> import tempfile
     >>> CheckpointFileReader(tempfile.mkdtemp()).read() is None

@@ -22,9 +22,8 @@ def read_record(path: Path) -> Record:
     try:
         _seal.check(path, _orbax.RECORD)
         record = _orbax.read_record(path)
-    except PermissionError:
-        raise
     except (OSError, ValueError, RecursionError) as error:
+        _seal.raise_if_unread(error, path)
         raise Damaged(f"its record cannot be read ({first_line(error)})") from error
     match record:
         case {"format": int(number)} if number > FORMAT:

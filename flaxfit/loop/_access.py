@@ -1,4 +1,4 @@
-"""Refuses a second thread where the first one trains: both would donate the same arrays."""
+"""Refuses a second call where a first one trains: both would donate the same arrays."""
 
 import functools
 import threading
@@ -10,19 +10,37 @@ T = TypeVar("T")
 
 
 def by_one_thread(function: Callable[P, T]) -> Callable[P, T]:
-    """Refuses a call while another thread is in one with the same first argument."""
+    """Refuses a call during one with the same first argument, in another thread or within it."""
 
     @functools.wraps(function)
     def alone(*arguments: P.args, **options: P.kwargs) -> T:
-        turn = vars(arguments[0]).setdefault("_turn", threading.RLock())
+        owner = vars(arguments[0])
+        turn = owner.setdefault("_turn", threading.Lock())
         if not turn.acquire(blocking=False):
-            raise RuntimeError(
-                "Another thread is training this model or loop, which holds one state: wait for "
-                "that thread, or train another model in this one."
-            )
+            if owner.get("_thread") == threading.get_ident():
+                raise RuntimeError(
+                    "This model or loop is training already, and calls you: train it further after "
+                    "that, by more epochs or steps, or train another model here."
+                )
+            raise _busy("train another model in this one")
+        owner["_thread"] = threading.get_ident()
         try:
             return function(*arguments, **options)
         finally:
+            owner["_thread"] = None
             turn.release()
 
     return alone
+
+
+def check_thread(owner: object) -> None:
+    """Refuses to read the state of a model or loop that another thread trains."""
+    if vars(owner).get("_thread") not in (None, threading.get_ident()):
+        raise _busy("use the checkpoint that a callback receives, or one that the run has saved")
+
+
+def _busy(advice: str) -> RuntimeError:
+    return RuntimeError(
+        "Another thread is training this model or loop, which holds one state: wait for that "
+        f"thread, or {advice}."
+    )

@@ -1,7 +1,7 @@
 """Consistency: the processes of a run do the same, or all of them fail with what differs."""
 
 import zlib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,12 @@ class Consistency:
         self._stepped = 0
         if self.is_needed:
             self._say(f"step {step:,} of a state with the checksum {_checksum(state):08x}", True)
+
+    def whole(self, topic: str, tree: PyTree) -> None:
+        """Checks that all hold the same arrays, before devices get parts of them."""
+        if self.is_needed:
+            held = {path: _words(x) for path, x in flat(tree).items() if _is_held(x)}
+            self._compare(topic, {path: _crc(np.asarray(x)) for path, x in held.items()})
 
     def data(self, position: Json) -> None:
         """Checks that all are at the same position of the same data."""
@@ -97,6 +103,19 @@ class Consistency:
         agree("what comes next", what, seconds=_SLOW_SECONDS if is_slow else None)
 
 
+def agreed_shardings(strategy: Strategy) -> Callable[[PyTree], PyTree] | None:
+    """Returns `strategy.shardings`, which first compares a state that each process holds whole."""
+    find = strategy.shardings
+    if find is None:
+        return None
+
+    def shardings(state: PyTree) -> PyTree:
+        Consistency(strategy).whole("the initial state", state)
+        return find(state)
+
+    return shardings
+
+
 def _sums(state: PyTree) -> dict[str, str]:
     """Checksums of the arrays of a state of which each process has a copy, by path."""
     own = {path: x.addressable_data(0) for path, x in flat(state).items() if x.is_fully_replicated}
@@ -115,9 +134,14 @@ def _words(leaf: Array) -> Array:
     return jax.random.key_data(leaf) if is_key else leaf
 
 
+def _is_held(leaf: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether this process has the whole content of a leaf, which may be a shape alone."""
+    return getattr(leaf, "is_fully_addressable", not isinstance(leaf, jax.ShapeDtypeStruct))
+
+
 def _checksum(state: PyTree) -> int:
     total = 0
     for leaf in jax.tree.leaves(state):
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        if _is_held(leaf):
             total = zlib.crc32(np.asarray(_words(leaf)).tobytes(), total)
     return total

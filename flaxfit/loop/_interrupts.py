@@ -10,11 +10,12 @@ from typing import Self
 Handler = Callable[[int, FrameType | None], object]
 
 
-class Interrupts:
+class Interrupts(threading.local):
     """Defers the first SIGINT that arrives while they are held; a second one is passed on at once.
 
     The handler is replaced within a `with` over this, in the main thread only, and only if it is a
-    Python function, so that `SIG_IGN` and foreign handlers stay in force.
+    Python function, so that `SIG_IGN` and foreign handlers stay in force. Each thread has its own:
+    an interrupt is the main thread's, whatever the others hold, and only it restores the handler.
     """
 
     def __init__(self) -> None:

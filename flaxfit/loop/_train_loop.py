@@ -12,10 +12,11 @@ from flaxfit.data._batch import Batch, normalize
 from flaxfit.display import count, quiet, say, start_lines
 from flaxfit.display._html import n_numbers
 from flaxfit.display._tracebacks import short_errors
-from flaxfit.loop._access import by_one_thread
+from flaxfit.loop._access import by_one_thread, check_thread
 from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple, unfreezes
 from flaxfit.loop._card import card_of
 from flaxfit.loop._compilation_cache import use_compilation_cache
+from flaxfit.loop._consistency import agreed_shardings
 from flaxfit.loop._default_strategy import eagerly, strategy_for
 from flaxfit.loop._determinism import say_if_inexact
 from flaxfit.loop._idle_gpu import warn_of_idle_gpu
@@ -404,7 +405,7 @@ class TrainLoop:
                 rnkey,
                 sample,
                 self.say,
-                strategy.shardings,
+                agreed_shardings(strategy),
                 freezes_as_saved=any(map(unfreezes, as_tuple(callbacks))),
             )
         if present is not task:
@@ -458,6 +459,7 @@ class TrainLoop:
     @property
     def state(self) -> TrainState:
         """The training state: an unreplicated copy, which stays valid."""
+        check_thread(self)
         copy = self._copy or self._stepper.strategy.collect
         # A function that JAX traces may ask for it.
         with self._stepper.interrupts.held(), jax.ensure_compile_time_eval():

@@ -11,6 +11,7 @@ import numpy as np
 from flaxfit import checkpoints
 from flaxfit.callbacks._history import History
 from flaxfit.display._tracebacks import short_errors
+from flaxfit.loop._consistency import Consistency
 from flaxfit.model._export import apply_to_export
 from flaxfit.model._programs import Programs
 from flaxfit.modules._patterns import as_patterns
@@ -93,6 +94,7 @@ class Persistence(Programs):
                 f"set_weights needs {len(here)} arrays like those of get_weights(), got "
                 f"{len(given)}{where}."
             )
+        Consistency(self.strategy).whole("the weights", {"weights": [*weights]})
         parts = (state.params, state.model_state)
         leaves, structure = jax.tree.flatten(parts)
         new = [put_like(n, leaf, leaf.dtype) for n, leaf in zip(weights, leaves, strict=True)]

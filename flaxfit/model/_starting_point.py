@@ -13,6 +13,7 @@ from flaxfit import checkpoints
 from flaxfit.checkpoints._compare import check_fits
 from flaxfit.checkpoints._tree import descriptions, leaves_of, unflatten
 from flaxfit.display import say
+from flaxfit.loop._consistency import agreed_shardings
 from flaxfit.loop._default_strategy import eagerly
 from flaxfit.loop._initial_state import read_for
 from flaxfit.loop._placed_companions import PlacedCompanions
@@ -177,7 +178,7 @@ class StartingPoint:
         """Makes the state, with loaded weights if there are any; see `Trainer.begin`."""
         with eagerly(self._strategy), without_mesh():
             if isinstance(self._given, WarmStart) or not self.has_weights:
-                given, shardings = inputs(), self._strategy.shardings
+                given, shardings = inputs(), agreed_shardings(self._strategy)
                 made = self._make(self.init, self.task.optimizer, given, shardings=shardings)
                 self.restore(made)
                 self.input_shapes = shapes_of(given)

@@ -14,6 +14,7 @@ from flaxfit.checkpoints._reader import nothing_in
 from flaxfit.data import DataStream, as_stream, one_pass
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._stream import is_shared
+from flaxfit.loop._access import by_one_thread, check_thread
 from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._ownership import copier
 from flaxfit.loop._train_loop import TrainLoop
@@ -98,6 +99,7 @@ class Trainer:
     @property
     def state(self) -> TrainState:
         """The training state, a copy; setting it continues from another one."""
+        check_thread(self)
         return self._present.state
 
     @state.setter
@@ -133,6 +135,7 @@ class Trainer:
 
         Weights loaded from a file have no average, and are used themselves.
         """
+        check_thread(self)
         return averaged_by(self.task, state)
 
     @property
@@ -244,6 +247,7 @@ class Trainer:
         self.loop.first_checkpoint = self.loop.step - n_done + (n_steps or ENDLESS)
         return self.loop
 
+    @by_one_thread
     def step_on(self, batch: Batch) -> Checkpoint:
         """Trains one step on a batch; the checkpoint can be read until the next step.
 

@@ -4,6 +4,7 @@ import gc
 import hashlib
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import flax.linen as nn
 import jax
@@ -260,6 +261,19 @@ def test_a_run_is_guarded_though_a_loop_was_given_up_without_being_closed(tmp_pa
     gc.collect()
     try:
         assert [type(each) for each in guards([])] == [SaveOnSignal]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_loop_that_another_thread_closes_does_not_keep_the_handler(tmp_path):
+    signals, before = [], signal.signal(signal.SIGTERM, lambda *arguments: signals.append(1))
+    try:
+        loop = make_loop(None, [guard(), CheckpointFileWriter(tmp_path)])
+        ours = signal.getsignal(signal.SIGTERM)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(loop.close).result()
+        signal.raise_signal(signal.SIGTERM)
+        assert signals == [1] and signal.getsignal(signal.SIGTERM) != ours
     finally:
         signal.signal(signal.SIGTERM, before)
 

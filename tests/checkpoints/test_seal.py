@@ -1,26 +1,78 @@
 """Every changed or missing file is found and named."""
 
+import hashlib
+import os
+import re
 import shutil
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import SMALL, all_files, fill
 
-from flaxfit.checkpoints import _seal, restore
+from flaxfit import Checkpoint
+from flaxfit.checkpoints import CheckpointFileWriter, _orbax, _seal, list_steps, restore
 
 
-def test_a_file_that_the_disk_does_not_give_is_damage(tmp_path, monkeypatch, capfd):
-    fill(tmp_path, 1, 2)
-    digest = _seal.hashlib.file_digest
+def failing_on(real, place, name_of=str):
+    def fail(path=".", *arguments, **options):
+        if re.search(place, name_of(path)):
+            raise OSError(5, "Input/output error", name_of(path))
+        return real(path, *arguments, **options)
 
-    def failing(file, kind):
-        if "/2/" in file.name and "manifest" in file.name:
-            raise OSError(5, "Input/output error", file.name)
-        return digest(file, kind)
+    return fail
 
-    monkeypatch.setattr(_seal.hashlib, "file_digest", failing)
-    assert int(restore(tmp_path, SMALL).step) == 1
-    assert "its files cannot be read (Input/output error" in capfd.readouterr().err
+
+def save_with(folder, step, loss, **options):
+    with CheckpointFileWriter(folder, monitor="loss", **options) as save:
+        state = SMALL.replace(step=jnp.int32(step))
+        save(Checkpoint(step=step, state=state, metrics={"loss": loss}))
+
+
+def tensorstore_fails(*arguments):
+    raise ValueError("Error reading local file: Input/output error [os_error_code='5']")
+
+
+@pytest.mark.parametrize("which", ["latest", "best", 2])
+@pytest.mark.parametrize(
+    ("module", "function", "failing"),
+    [
+        (os, "scandir", failing_on(os.scandir, "/2/arrays")),
+        (os, "scandir", failing_on(os.scandir, "/2/record")),
+        (Path, "read_text", failing_on(Path.read_text, "/2/seal.json")),
+        (_seal.hashlib, "file_digest", failing_on(hashlib.file_digest, "/2/", lambda f: f.name)),
+        (_orbax, "_check_layout", tensorstore_fails),
+    ],
+    ids=["list arrays", "list record", "seal", "files", "tensorstore"],
+)
+def test_a_step_that_the_disk_does_not_give_stays_and_no_older_one_is_read(
+    tmp_path, monkeypatch, module, function, failing, which
+):
+    save_with(tmp_path, 1, 0.5)
+    save_with(tmp_path, 2, 0.4)
+    with monkeypatch.context() as broken:
+        broken.setattr(module, function, failing)
+        with pytest.raises(OSError, match=r"Cannot read a checkpoint \(Input/.*/2'$") as error:
+            restore(tmp_path, SMALL, which=which)
+    assert error.value.errno == 5
+    assert list_steps(tmp_path) == [1, 2]
+    assert int(restore(tmp_path, SMALL, which=which).step) == 2
+
+
+def test_a_best_step_that_the_disk_does_not_give_is_not_deleted(tmp_path, monkeypatch):
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="Cannot read a checkpoint"):
+        save_with(tmp_path, 1, 0.5, keep=1)
+        broken.setattr(os, "scandir", failing_on(os.scandir, "/1/record"))
+        save_with(tmp_path, 2, 0.6, keep=1)
+    assert list_steps(tmp_path) == [1, 2]
+
+
+def test_a_folder_that_cannot_be_listed_is_not_sealed_without_its_files(tmp_path, monkeypatch):
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="Input/output error"):
+        broken.setattr(os, "scandir", failing_on(os.scandir, r"saving-\d+-\d+/arrays/d$"))
+        fill(tmp_path, 1)
+    assert list_steps(tmp_path) == []
 
 
 def test_a_flipped_bit_in_any_file_is_detected_and_the_file_named(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from flaxfit.data._batch import Batch
 from flaxfit.distributed import _processes
 from flaxfit.loop import _consistency
-from flaxfit.loop._consistency import Consistency
+from flaxfit.loop._consistency import Consistency, agreed_shardings
 
 BATCH = Batch((np.zeros((8, 2), np.float32),), (np.zeros(8, np.int32),), np.ones(8, np.float32))
 
@@ -131,3 +131,18 @@ def test_the_arrays_of_states_that_differ_are_named(errors_of_two):
     assert shown[0] == shown[1] and "do not agree on the state" in shown[0]
     assert "1 difference, rate after step 3: " in shown[0]
     assert errors_of_two(lambda i: of_processes(2).checkpoint(3, states[0])) == [None, None]
+
+
+def test_states_that_are_about_to_be_split_are_compared_by_name(errors_of_two):
+    def starting(index):
+        strategy = SimpleNamespace(n_processes=2, shardings=lambda state: f"of {state.keys()}")
+        state = {"w": np.full(2, index), "key": jax.random.key(0), "b": jnp.ones(2)}
+        shardings = agreed_shardings(strategy)
+        assert shardings is not None
+        assert shardings({"b": state["b"]}) == "of dict_keys(['b'])"
+        assert shardings(jax.eval_shape(lambda: state)).startswith("of")
+        shardings(state)
+
+    shown = errors_of_two(starting)
+    assert shown[0] == shown[1] and "do not agree on the initial state" in shown[0]
+    assert "1 difference, w: " in shown[0]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -107,3 +108,16 @@ def test_an_ignored_signal_stays_ignored():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_threads_that_overlap_leave_the_handler_and_the_interrupts_of_each_other():
+    interrupts, before, reached = Interrupts(), signal.getsignal(signal.SIGINT), []
+    with ThreadPoolExecutor(1) as other:
+        other.submit(interrupts.__enter__).result()
+        with pytest.raises(KeyboardInterrupt), interrupts.held():
+            other.submit(setattr, interrupts, "is_held", True).result()
+            other.submit(interrupts.__exit__).result()
+            signal.raise_signal(signal.SIGINT)
+            other.submit(interrupts.release).result()
+            reached.append("the end of the hold")
+    assert reached and signal.getsignal(signal.SIGINT) is before

@@ -438,6 +438,43 @@ def test_a_second_thread_in_fit_is_refused_and_the_first_goes_on():
     assert model.step == 3
 
 
+def test_another_thread_is_refused_the_state_during_fit(tmp_path):
+    model, x = make_model(), X[:8]
+    reads = {
+        "evaluate": lambda: model.evaluate(x, x[:, :1], verbose=0),
+        "predict": lambda: model.predict(x),
+        "state": lambda: model.state,
+        "get_weights": model.get_weights,
+        "trained": model.trained,
+        "save": lambda: model.save(tmp_path),
+        "the state of the loop": lambda: model._trainer.loop.state,
+    }
+    with ThreadPoolExecutor(1) as other:
+
+        def call(checkpoint):
+            assert "Model(" in other.submit(repr, model).result()
+            for read in reads.values():
+                read()
+                with pytest.raises(RuntimeError, match="thread is training .* a callback rec"):
+                    other.submit(read).result()
+
+        assert len(model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[call])["loss"]) == 2
+        for read in reads.values():
+            other.submit(read).result()
+
+
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+def test_training_in_a_callback_of_the_same_model_is_refused_and_it_goes_on(method):
+    model, x = make_model(), X[:8]
+
+    def call(checkpoint):
+        with pytest.raises(RuntimeError, match="is training already, and calls you"):
+            getattr(model, method)(x, x[:, :1])
+
+    assert len(model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[call])["loss"]) == 2
+    assert model.step == 2
+
+
 @pytest.mark.parametrize(
     ("inputs", "shuffle", "is_said"),
     [

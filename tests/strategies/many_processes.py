@@ -267,7 +267,14 @@ def disagreements(strategy):
     }
     found = refusals(lambda data: train_line(strategy, data, 3), different)
     data, rates = ff.ArrayStream(X, X), {"rates": 0.1 * (1 + index)}
-    return found | refusals(lambda rate: train_line(strategy, data, 3, rate=rate), rates)
+    found |= refusals(lambda rate: train_line(strategy, data, 3, rate=rate), rates)
+    net = nnx.Linear(16, 512, rngs=nnx.Rngs(index))
+    model = ff.Model(net, OPTIMIZER, "crossentropy", strategy=strategy)
+    found |= refusals(lambda _: model.fit(X, Y, batch_size=16, verbose=0), {"instances": 0})
+    model = ff.Model(Net(), OPTIMIZER, "crossentropy", strategy=strategy)
+    model.fit(X, Y, batch_size=16, verbose=0)
+    new = [np.full(w.shape, index, w.dtype) for w in jax.tree.leaves(model.state.params)]
+    return found | refusals(model.set_weights, {"weights": new})
 
 
 def shared_batches():

@@ -1,6 +1,7 @@
 """Several processes on one machine train as one does; and differences between them are errors."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -186,7 +187,12 @@ def test_one_process_may_end_the_run_of_all_and_the_clock_of_the_first_counts(tw
 def test_what_differs_between_processes_is_an_error_in_all_of_them(two, name):
     first, second = (json.loads((two / f"{name}-{i}.json").read_text()) for i in (0, 1))
     assert first == second
-    assert first.keys() == {"lengths", "shapes", "structures", "rates", "undivided"}
+    states = {"instances", "weights"}
+    assert first.keys() == {"lengths", "shapes", "structures", "rates", "undivided", *states}
+    kernels = {"fsdp": "the initial state:\n  process 0: checksum .* params/kernel: "}
+    of_all = "process 0: step 0 of a state with the checksum "
+    assert re.search(kernels.get(name, of_all), first["instances"])
+    assert "the weights" in first["weights"] and "4 differences, weights/0: " in first["weights"]
     assert "program from step 1 on: " in first["rates"] and "dense<-1.000000e-01>" in first["rates"]
     assert "'length': 50" in first["lengths"] and "'length': 51" in first["lengths"]
     assert "float32[4, 16]" in first["shapes"] and "float32[8, 16]" in first["shapes"]
