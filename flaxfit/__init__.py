@@ -9,32 +9,24 @@ import importlib.util
 import sys
 from typing import Any
 
-from flaxfit.callbacks._history import History as History
-from flaxfit.data import ArrayStream as ArrayStream
-from flaxfit.data._batch import Batch as Batch
-from flaxfit.distributed._initialize import initialize as initialize
-from flaxfit.distributed._processes import is_main as is_main
-from flaxfit.distributed._processes import process_count as process_count
-from flaxfit.distributed._processes import process_index as process_index
-from flaxfit.loop._eval_loop import EvalLoop as EvalLoop
-from flaxfit.loop._train_loop import EndOfData as EndOfData
-from flaxfit.loop._train_loop import TrainLoop as TrainLoop
-from flaxfit.loop._update_statistics import update_statistics as update_statistics
-from flaxfit.model._model import Model as Model
-from flaxfit.state._checkpoint import Checkpoint as Checkpoint
-from flaxfit.state._train_state import InferenceState as InferenceState
-from flaxfit.state._train_state import TrainState as TrainState
-from flaxfit.step._eval_step import make_eval_step as make_eval_step
-from flaxfit.step._eval_step import make_predict_step as make_predict_step
-from flaxfit.step._init_state import init_state as init_state
-from flaxfit.step._multi_task import MultiTask as MultiTask
-from flaxfit.step._random import step_key as step_key
-from flaxfit.step._train_step import make_train_step as make_train_step
-from flaxfit.strategies import DataParallel as DataParallel
-from flaxfit.strategies import Sharded as Sharded
-from flaxfit.strategies import gather as gather
-from flaxfit.task._task import EvalTask as EvalTask
-from flaxfit.task._task import TrainTask as TrainTask
+from flaxfit.callbacks._history import History
+from flaxfit.data import ArrayStream
+from flaxfit.data._batch import Batch
+from flaxfit.distributed._initialize import initialize
+from flaxfit.distributed._processes import is_main, process_count, process_index
+from flaxfit.loop._eval_loop import EvalLoop
+from flaxfit.loop._train_loop import EndOfData, TrainLoop
+from flaxfit.loop._update_statistics import update_statistics
+from flaxfit.model._model import Model
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import InferenceState, TrainState
+from flaxfit.step._eval_step import make_eval_step, make_predict_step
+from flaxfit.step._init_state import init_state
+from flaxfit.step._multi_task import MultiTask
+from flaxfit.step._random import step_key
+from flaxfit.step._train_step import make_train_step
+from flaxfit.strategies import DataParallel, Sharded, gather
+from flaxfit.task._task import EvalTask, TrainTask
 
 __all__ = [
     "ArrayStream",

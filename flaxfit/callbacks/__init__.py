@@ -2,38 +2,32 @@
 
 import sys as _sys
 
-from flaxfit.callbacks._average_weights import AverageWeights as AverageWeights
-from flaxfit.callbacks._callback import Callback as Callback
-from flaxfit.callbacks._callback import StatefulCallback as StatefulCallback
-from flaxfit.callbacks._events import Events as Events
-from flaxfit.callbacks._exit import ExitCode as ExitCode
-from flaxfit.callbacks._export import Export as Export
-from flaxfit.callbacks._log_to import Logger as Logger
-from flaxfit.callbacks._log_to import LogTo as LogTo
-from flaxfit.callbacks._loggers import CSVLogger as CSVLogger
-from flaxfit.callbacks._loggers import JSONLogger as JSONLogger
-from flaxfit.callbacks._memory import MemoryReport as MemoryReport
-from flaxfit.callbacks._mlflow import MLflowLogger as MLflowLogger
-from flaxfit.callbacks._norms import Norms as Norms
-from flaxfit.callbacks._plateau import ReduceLROnPlateau as ReduceLROnPlateau
-from flaxfit.callbacks._profiler import Profiler as Profiler
-from flaxfit.callbacks._progress import ProgressBar as ProgressBar
-from flaxfit.callbacks._rate_scheduler import LearningRateScheduler as LearningRateScheduler
-from flaxfit.callbacks._rollback import Rollback as Rollback
-from flaxfit.callbacks._schedules import at as at
-from flaxfit.callbacks._schedules import every as every
-from flaxfit.callbacks._schedules import when as when
-from flaxfit.callbacks._signal import SaveOnSignal as SaveOnSignal
-from flaxfit.callbacks._stopping import EarlyStopping as EarlyStopping
-from flaxfit.callbacks._stopping import StopOnNaN as StopOnNaN
-from flaxfit.callbacks._summary import SummaryLogger as SummaryLogger
-from flaxfit.callbacks._swap_ema import SwapEMA as SwapEMA
-from flaxfit.callbacks._tensorboard import TensorBoardLogger as TensorBoardLogger
-from flaxfit.callbacks._throughput import Throughput as Throughput
-from flaxfit.callbacks._timer import Timer as Timer
-from flaxfit.callbacks._unfreeze import Unfreeze as Unfreeze
-from flaxfit.callbacks._wandb import WandbLogger as WandbLogger
-from flaxfit.callbacks._watchdog import Watchdog as Watchdog
+from flaxfit.callbacks._average_weights import AverageWeights
+from flaxfit.callbacks._callback import Callback, StatefulCallback
+from flaxfit.callbacks._events import Events
+from flaxfit.callbacks._exit import ExitCode
+from flaxfit.callbacks._export import Export
+from flaxfit.callbacks._log_to import Logger, LogTo
+from flaxfit.callbacks._loggers import CSVLogger, JSONLogger
+from flaxfit.callbacks._memory import MemoryReport
+from flaxfit.callbacks._mlflow import MLflowLogger
+from flaxfit.callbacks._norms import Norms
+from flaxfit.callbacks._plateau import ReduceLROnPlateau
+from flaxfit.callbacks._profiler import Profiler
+from flaxfit.callbacks._progress import ProgressBar
+from flaxfit.callbacks._rate_scheduler import LearningRateScheduler
+from flaxfit.callbacks._rollback import Rollback
+from flaxfit.callbacks._schedules import at, every, when
+from flaxfit.callbacks._signal import SaveOnSignal
+from flaxfit.callbacks._stopping import EarlyStopping, StopOnNaN
+from flaxfit.callbacks._summary import SummaryLogger
+from flaxfit.callbacks._swap_ema import SwapEMA
+from flaxfit.callbacks._tensorboard import TensorBoardLogger
+from flaxfit.callbacks._throughput import Throughput
+from flaxfit.callbacks._timer import Timer
+from flaxfit.callbacks._unfreeze import Unfreeze
+from flaxfit.callbacks._wandb import WandbLogger
+from flaxfit.callbacks._watchdog import Watchdog
 from flaxfit.tree._other_callbacks import COUNTERPARTS as _COUNTERPARTS
 
 __all__ = [

@@ -1,12 +1,10 @@
 """Model families as pairs `(init, apply)` in the one convention that the core knows, Linen's."""
 
-from flaxfit.modules._functions import ModelFunctions as ModelFunctions
-from flaxfit.modules._functions import from_function as from_function
-from flaxfit.modules._nnx import from_nnx as from_nnx
-from flaxfit.modules._nnx import update_nnx as update_nnx
-from flaxfit.modules._nnx_step import nnx_step as nnx_step
-from flaxfit.modules._summary import summarize as summarize
-from flaxfit.modules._switch import train_and_eval as train_and_eval
+from flaxfit.modules._functions import ModelFunctions, from_function
+from flaxfit.modules._nnx import from_nnx, update_nnx
+from flaxfit.modules._nnx_step import nnx_step
+from flaxfit.modules._summary import summarize
+from flaxfit.modules._switch import train_and_eval
 
 __all__ = [
     "ModelFunctions",
