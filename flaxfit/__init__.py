@@ -12,21 +12,20 @@ from typing import Any
 from flaxfit.callbacks._history import History
 from flaxfit.data import ArrayStream
 from flaxfit.data._batch import Batch
-from flaxfit.distributed._initialize import initialize
-from flaxfit.distributed._processes import is_main, process_count, process_index
-from flaxfit.loop._eval_loop import EvalLoop
-from flaxfit.loop._train_loop import EndOfData, TrainLoop
-from flaxfit.loop._update_statistics import update_statistics
-from flaxfit.model._model import Model
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._train_state import InferenceState, TrainState
-from flaxfit.step._eval_step import make_eval_step, make_predict_step
-from flaxfit.step._init_state import init_state
-from flaxfit.step._multi_task import MultiTask
-from flaxfit.step._random import step_key
-from flaxfit.step._train_step import make_train_step
+from flaxfit.distributed import initialize, is_main, process_count, process_index
+from flaxfit.loop import EndOfData, EvalLoop, TrainLoop, update_statistics
+from flaxfit.model import Model
+from flaxfit.state import Checkpoint, InferenceState, TrainState
+from flaxfit.step import (
+    MultiTask,
+    init_state,
+    make_eval_step,
+    make_predict_step,
+    make_train_step,
+    step_key,
+)
 from flaxfit.strategies import DataParallel, Sharded, gather
-from flaxfit.task._task import EvalTask, TrainTask
+from flaxfit.task import EvalTask, TrainTask
 
 __all__ = [
     "ArrayStream",

@@ -12,10 +12,8 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from flaxfit import losses, strategies
-from flaxfit.display import _tracebacks
-from flaxfit.model import _model
-from flaxfit.tree._types import ArrayLike, LossFn
+from flaxfit import display, losses, model, strategies
+from flaxfit.tree import ArrayLike, LossFn
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -79,14 +77,14 @@ class _FlaxEstimator(BaseEstimator):
             self.model_ = self._make_model()
             self.model_.state = trained.replace(key=jax.random.wrap_key_data(trained.key))
 
-    def _make_model(self) -> _model.Model:
+    def _make_model(self) -> model.Model:
         # Training writes into an NNX instance, and a parameter must stay as it is.
         module = copy.deepcopy(self.module)
         if module is None:
             module = _MLP((*self.hidden_layer_sizes, self._n_outputs))
         options = self.model_options or {}
         computes_loss = self.loss is None and options.get("objective") is not None
-        return _model.Model(
+        return model.Model(
             module,
             _optimizer_of(self.optimizer, self.learning_rate),
             None if computes_loss else self._loss(),
@@ -159,7 +157,7 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
       n_features_in_: the size of the second axis of the inputs.
     """
 
-    @_tracebacks.short_errors
+    @display.short_errors
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike = None) -> Self:
         """Trains from the beginning.
 
@@ -226,7 +224,7 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
         tags.target_tags.multi_output = True
         return tags
 
-    @_tracebacks.short_errors
+    @display.short_errors
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike = None) -> Self:
         """Trains from the beginning.
 

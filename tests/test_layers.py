@@ -37,6 +37,9 @@ MAY_IMPORT = {
 }
 ROOMS = {room: set(names.split()) for room, names in MAY_IMPORT.items()}
 FILE_ROOMS = {"launch", "sklearn"}
+PUBLIC = {"callbacks", "checkpoints", "data", "export", "importers", "losses", "metrics"}
+PUBLIC |= {"modules", "optim"}
+INTERNAL = ROOMS.keys() - PUBLIC - FILE_ROOMS
 MODULES = sorted(
     path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE) != Path("__init__.py")
 )
@@ -119,6 +122,19 @@ def test_a_module_imports_only_what_its_room_may(imports):
         if found := {room_of(other) for other in others} - {room} - ROOMS[room]:
             refused[name] = found
     assert refused == {}
+
+
+def test_internal_rooms_are_entered_by_their_doors(nodes):
+    """The `__init__` of an internal room exports what other rooms may use."""
+    refused = [
+        (name, other)
+        for name, own in nodes.items()
+        for node in own
+        if isinstance(node, ast.ImportFrom) and (other := node.module or "").count(".")
+        if (room := room_of(other)) in INTERNAL and room != room_of(name)
+        if other.count(".") > 1 or any(alias.name.startswith("_") for alias in node.names)
+    ]
+    assert refused == []
 
 
 def test_no_arrow_is_allowed_in_vain(imports):

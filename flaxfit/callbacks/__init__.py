@@ -28,7 +28,7 @@ from flaxfit.callbacks._timer import Timer
 from flaxfit.callbacks._unfreeze import Unfreeze
 from flaxfit.callbacks._wandb import WandbLogger
 from flaxfit.callbacks._watchdog import Watchdog
-from flaxfit.tree._other_callbacks import COUNTERPARTS as _COUNTERPARTS
+from flaxfit.tree import COUNTERPARTS as _COUNTERPARTS
 
 __all__ = [
     "AverageWeights",

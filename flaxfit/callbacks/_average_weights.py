@@ -9,9 +9,8 @@ from flaxfit.callbacks._callback import Loop, first_epoch
 from flaxfit.callbacks._stopping import EarlyStopping
 from flaxfit.display import say
 from flaxfit.optim._averaged import has_average, wide
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._functions import owner_of
-from flaxfit.tree._types import ArrayLike, Json, PyTree
+from flaxfit.state import Checkpoint
+from flaxfit.tree import ArrayLike, Json, PyTree, owner_of
 
 _WEIGHTS = ("params", "model_state")
 

@@ -4,12 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from flaxfit.checkpoints import CheckpointFile
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._fit_call import FitCall
-from flaxfit.state._observers import Observers
-from flaxfit.state._train_state import TrainState
+from flaxfit.state import Checkpoint, FitCall, Observers, TrainState
 from flaxfit.strategies import Strategy
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree import ArrayLike, PyTree
 
 
 class Callback(Protocol):

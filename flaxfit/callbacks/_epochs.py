@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from flaxfit.callbacks._callback import Loop, first_epoch
-from flaxfit.tree._types import Json
+from flaxfit.tree import Json
 
 
 class Epochs:

@@ -7,8 +7,8 @@ from typing import Any
 from flaxfit.callbacks._callback import Loop, attached
 from flaxfit.callbacks._epochs import Epochs
 from flaxfit.display import is_scalar
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json
 
 Function = Callable[..., Any]
 _ARGUMENTS = {

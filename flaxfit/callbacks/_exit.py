@@ -8,7 +8,7 @@ import traceback
 from typing import NoReturn
 
 from flaxfit.checkpoints._end import UNSAVED
-from flaxfit.distributed._initialize import PEER_FAILED
+from flaxfit.distributed import PEER_FAILED
 
 
 class ExitCode(enum.IntEnum):

@@ -5,15 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from flaxfit.callbacks._callback import Loop
-from flaxfit.distributed._processes import from_main, process_count
+from flaxfit.distributed import from_main, process_count
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.modules._switch import as_apply
 from flaxfit.optim import averaged
 from flaxfit.optim._averaged import has_average
-from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state import Checkpoint
 from flaxfit.strategies import gather
-from flaxfit.tree._checks import local_path
-from flaxfit.tree._types import Json, PyTree
+from flaxfit.tree import Json, PyTree, local_path
 
 
 class Export:

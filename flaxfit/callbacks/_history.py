@@ -4,12 +4,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from flaxfit.display import _html, duration, number, plural
-from flaxfit.display._chart import sparkline, svg_chart
-from flaxfit.display._pyplot import pyplot
+from flaxfit.display import duration, html, number, plural, pyplot, sparkline, svg_chart
 from flaxfit.metrics._monitor import default_monitor, is_better, known_mode, resolve_mode
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json
 
 
 class Best(NamedTuple):
@@ -284,5 +282,5 @@ class History(Mapping[str, list[float]]):
                 best = self.best(name)
                 row[3:] = number(best.value), str(places[best.epoch - 1])
             rows.append(row)
-        numbers = _html.table(rows, head=["", "first", "last", "best", f"at {unit}"])
-        return _html.card(self._title(), facts, f"<div>{''.join(charts)}</div>", numbers)
+        numbers = html.table(rows, head=["", "first", "last", "best", f"at {unit}"])
+        return html.card(self._title(), facts, f"<div>{''.join(charts)}</div>", numbers)

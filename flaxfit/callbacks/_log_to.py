@@ -8,8 +8,8 @@ from typing import Protocol
 import jax
 
 from flaxfit.display import say
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Function
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Function
 
 
 class Logger(Protocol):

@@ -14,9 +14,8 @@ from typing import TextIO
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._epochs import Epochs
 from flaxfit.callbacks._log_to import Attempt
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._checks import local_path
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json, local_path
 
 
 class _RowLogger(ABC):

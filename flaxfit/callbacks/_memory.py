@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import jax
 
-from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state import Checkpoint
 
 _GB = 1e9
 

@@ -1,7 +1,7 @@
 """Norms: reports the norms of parameters and gradients by group."""
 
 from flaxfit.callbacks._callback import Loop
-from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state import Checkpoint
 
 
 class Norms:

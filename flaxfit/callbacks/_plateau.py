@@ -8,8 +8,8 @@ from flaxfit.callbacks._callback import Loop, attached
 from flaxfit.callbacks._rates import rates_of, set_rates, take_rates
 from flaxfit.display import say
 from flaxfit.metrics._monitor import Monitor
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json
 
 
 class ReduceLROnPlateau:

@@ -6,8 +6,8 @@ import jax
 
 from flaxfit.callbacks._callback import Loop, attached
 from flaxfit.callbacks._log_to import Attempt
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._checks import local_path
+from flaxfit.state import Checkpoint
+from flaxfit.tree import local_path
 
 
 class Profiler:

@@ -12,9 +12,8 @@ from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._history import History
 from flaxfit.callbacks._stopping import EarlyStopping
 from flaxfit.metrics._monitor import Monitor, check_mode, default_monitor
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._functions import owner_of
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json, owner_of
 
 SECONDS_BETWEEN_REFRESHES = 0.5
 # Steps are int32: a span of this many ends with the data.

@@ -9,9 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from flaxfit.callbacks._loggers import replace_text
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree import ArrayLike, PyTree, flat, whole_number
 
 Metadata: TypeAlias = str | os.PathLike[str] | Sequence[str]
 """The name of a file in the folder of events, or a label for each row."""

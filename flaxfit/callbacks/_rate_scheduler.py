@@ -8,8 +8,8 @@ from typing import Any
 from flaxfit.callbacks._callback import Loop, attached, first_epoch
 from flaxfit.callbacks._rates import rates_of, set_rates, take_rates
 from flaxfit.display import say
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json
 
 _USE = "sets the rate of"
 _UNITS = {"epoch": r"ep(och)?s?(_.*)?", "step": r"(.*_)?(steps?|updates?|iterations?|count)"}

@@ -12,9 +12,8 @@ from flaxfit.callbacks._callback import Loop
 from flaxfit.display import plural, say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._hyperparams import with_hyperparams_of
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._train_state import TrainState
-from flaxfit.tree._types import Array, PyTree
+from flaxfit.state import Checkpoint, TrainState
+from flaxfit.tree import Array, PyTree
 
 _FIELDS = ("step", "params", "opt_state", "model_state")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from flaxfit.callbacks._callback import Callback
-from flaxfit.distributed._processes import from_main
-from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.distributed import from_main
+from flaxfit.state import Checkpoint
 
 
 class Scheduled:

@@ -14,9 +14,9 @@ from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._exit import ExitCode, end_with_stacks
 from flaxfit.checkpoints import CheckpointFileWriter
 from flaxfit.display import say
-from flaxfit.distributed._processes import is_preempted
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Function
+from flaxfit.distributed import is_preempted
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Function
 
 _Handler: TypeAlias = Function | int | None
 """A signal handler, as `signal.signal` takes and returns it."""

@@ -12,9 +12,8 @@ from flaxfit.callbacks._callback import Loop, first_epoch
 from flaxfit.display import count, plural, say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._averaged import has_average, with_average_of
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import Json, PyTree
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json, PyTree, whole_number
 
 _WEIGHTS = ("params", "model_state", "opt_state")
 """The last holds an average of the parameters, and is kept if it does."""

@@ -4,7 +4,7 @@ from typing import TextIO
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.display import count, metric_line, rate, write
-from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state import Checkpoint
 
 
 class SummaryLogger:

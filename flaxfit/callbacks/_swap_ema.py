@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.optim import swap_ema
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json
 
 
 class SwapEMA:

@@ -12,10 +12,8 @@ from flaxfit.callbacks._event_file import EventFile, Summary
 from flaxfit.callbacks._log_to import Attempt, required
 from flaxfit.callbacks._projector import Metadata, Projector
 from flaxfit.display import is_scalar
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._checks import local_path, whole_number
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.state import Checkpoint
+from flaxfit.tree import ArrayLike, PyTree, flat, local_path, whole_number
 
 _VALIDATION = "validation"
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from flaxfit.callbacks._callback import Loop, attached
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Device, PyTree
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Device, PyTree
 
 PEAK_FLOPS = {
     "TPU v4": 275e12,

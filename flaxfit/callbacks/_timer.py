@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.display import duration, plural
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json
 
 
 class Timer:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from flaxfit.callbacks._log_to import Attempt
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json
 
 Run: TypeAlias = Any
 """A run, or a client, of the library of a service."""

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from flaxfit.callbacks._callback import Loop, attached
 from flaxfit.display import say
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json, flat
 
 
 class Unfreeze:

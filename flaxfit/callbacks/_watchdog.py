@@ -6,7 +6,7 @@ import weakref
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._exit import ExitCode, end_with_stacks
-from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state import Checkpoint
 
 _INTERVALS = 10
 

@@ -8,7 +8,7 @@ import jax
 
 from flaxfit.checkpoints._tree import Description, describe
 from flaxfit.display import say
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike
 
 _ADVICE = (
     "Build the model and the optimizer that wrote it, with the same freeze, ema, clip_norm and "

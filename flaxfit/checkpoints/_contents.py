@@ -12,9 +12,8 @@ from flaxfit.checkpoints._record import FORMAT, Record, as_plain_json, read_reco
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.checkpoints._tree import describe, is_key, key_description, leaves_of
 from flaxfit.data._position import joined_position
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._digest import as_digests, digests_or_sources
-from flaxfit.tree._types import Array, Json, PyTree
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Array, Json, PyTree, as_digests, digests_or_sources
 
 CALLBACKS, COMPANIONS = "callbacks", "companions"
 """The first parts of the paths of arrays outside of the state."""

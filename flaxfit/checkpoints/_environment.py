@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from flaxfit.tree._types import Json
+from flaxfit.tree import Json
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "flaxfit")
 _NO_ARITHMETIC = frozenset({"orbax-checkpoint"})

@@ -28,12 +28,9 @@ from flaxfit.checkpoints._tree import (
 )
 from flaxfit.data._position import own_position
 from flaxfit.display import say
-from flaxfit.distributed._processes import from_main
-from flaxfit.state._template import TemplateOf
-from flaxfit.state._train_state import InferenceState, TrainState
-from flaxfit.tree._digest import digests
-from flaxfit.tree._put import sharding_of
-from flaxfit.tree._types import Array, ArrayLike, Json, PyTree
+from flaxfit.distributed import from_main
+from flaxfit.state import InferenceState, TemplateOf, TrainState
+from flaxfit.tree import Array, ArrayLike, Json, PyTree, digests, sharding_of
 
 Value = TypeVar("Value")
 Template = TrainState | InferenceState | TemplateOf | None

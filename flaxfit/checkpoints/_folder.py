@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from flaxfit.checkpoints import _orbax, _seal
-from flaxfit.tree._checks import local_path
+from flaxfit.tree import local_path
 
 _numbers = itertools.count()
 _LEFT_OVER = re.compile(r"(deleted|saving)-\d+-\d+")

@@ -5,7 +5,7 @@ import os
 import weakref
 from pathlib import Path
 
-from flaxfit.distributed._processes import is_main
+from flaxfit.distributed import is_main
 
 
 class FolderLock:

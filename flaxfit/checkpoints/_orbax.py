@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from flaxfit.checkpoints._seal import Damaged
-from flaxfit.tree._types import Array, Json
+from flaxfit.tree import Array, Json
 
 ARRAYS = "arrays"
 """The folder in a step for the arrays, a flat dict by path."""

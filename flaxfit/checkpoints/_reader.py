@@ -9,12 +9,10 @@ from flaxfit.checkpoints import _end, _file, _folder
 from flaxfit.checkpoints._record import Record, read_record
 from flaxfit.checkpoints._retention import intact_records, ranking
 from flaxfit.checkpoints._seal import Damaged
-from flaxfit.display import say
-from flaxfit.display._tracebacks import short_errors
-from flaxfit.distributed._processes import exchange, from_main
-from flaxfit.state._template import TemplateOf
-from flaxfit.state._train_state import InferenceState, TrainState
-from flaxfit.tree._types import PyTree
+from flaxfit.display import say, short_errors
+from flaxfit.distributed import exchange, from_main
+from flaxfit.state import InferenceState, TemplateOf, TrainState
+from flaxfit.tree import PyTree
 
 
 class _Gone(Exception):

@@ -10,7 +10,7 @@ import numpy as np
 
 from flaxfit.checkpoints import _folder, _orbax, _seal
 from flaxfit.checkpoints._seal import Damaged
-from flaxfit.tree._types import Json
+from flaxfit.tree import Json
 
 FORMAT = 1
 Record: TypeAlias = dict[str, Json]

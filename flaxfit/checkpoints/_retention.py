@@ -9,11 +9,10 @@ from flaxfit.checkpoints import _folder
 from flaxfit.checkpoints._record import Record, read_record
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.display import say
-from flaxfit.distributed._processes import from_main
+from flaxfit.distributed import from_main
 from flaxfit.metrics._monitor import Monitor, check_mode, is_better
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Json, whole_number
 
 
 def intact_records(folder: Path, steps: Iterable[int]) -> dict[int, Record]:

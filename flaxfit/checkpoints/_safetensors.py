@@ -11,7 +11,7 @@ from typing import BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.tree._types import Json
+from flaxfit.tree import Json
 
 _DTYPES = {
     "BOOL": "bool",

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flaxfit.checkpoints._writer import CheckpointFileWriter
-from flaxfit.display._tracebacks import short_errors
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._train_state import TrainState
-from flaxfit.tree._types import Json
+from flaxfit.display import short_errors
+from flaxfit.state import Checkpoint, TrainState
+from flaxfit.tree import Json
 
 
 @short_errors

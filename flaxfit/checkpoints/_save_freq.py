@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from flaxfit.tree._checks import whole_number
+from flaxfit.tree import whole_number
 
 
 class SaveFreq:

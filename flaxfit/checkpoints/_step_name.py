@@ -8,7 +8,7 @@ from typing import Any
 from flaxfit.checkpoints import _folder
 from flaxfit.display import is_scalar
 from flaxfit.metrics._monitor import Monitor
-from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state import Checkpoint
 
 _LONGEST = 200  # Bytes. File systems allow 255, and the number of the step goes before.
 

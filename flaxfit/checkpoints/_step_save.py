@@ -6,8 +6,8 @@ from pathlib import Path
 from flaxfit.checkpoints import _contents, _folder
 from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
 from flaxfit.checkpoints._record import Record, first_line
-from flaxfit.distributed._processes import exchange, from_main
-from flaxfit.tree._types import Array
+from flaxfit.distributed import exchange, from_main
+from flaxfit.tree import Array
 
 
 class StepSave:

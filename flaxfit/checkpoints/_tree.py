@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from flaxfit.tree._paths import flat, path_of
-from flaxfit.tree._put import put_like
-from flaxfit.tree._types import Array, ArrayLike, Json, PyTree
+from flaxfit.tree import Array, ArrayLike, Json, PyTree, flat, path_of, put_like
 
 Description = Mapping[str, Json]
 """Shape and dtype of a leaf, as a file keeps them; for a random key also how to make it."""

@@ -24,9 +24,9 @@ from flaxfit.checkpoints._tree import (
     on_device,
     unflatten,
 )
-from flaxfit.display._tracebacks import short_errors
-from flaxfit.state._train_state import InferenceState, TrainState
-from flaxfit.tree._types import PyTree
+from flaxfit.display import short_errors
+from flaxfit.state import InferenceState, TrainState
+from flaxfit.tree import PyTree
 
 _KEYS = "random_bits"
 _SECONDS_TO_WRITE = 3600

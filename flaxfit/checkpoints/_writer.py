@@ -19,10 +19,9 @@ from flaxfit.checkpoints._save_freq import SaveFreq
 from flaxfit.checkpoints._step_name import StepName
 from flaxfit.checkpoints._step_save import StepSave, cannot_save
 from flaxfit.display import say
-from flaxfit.distributed._processes import from_main, is_main
-from flaxfit.state._callback_states import collect
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Array, Json
+from flaxfit.distributed import from_main, is_main
+from flaxfit.state import Checkpoint, collect
+from flaxfit.tree import Array, Json
 
 _turn = threading.Lock()
 

@@ -19,9 +19,8 @@ from flaxfit.data._libraries import (
     regular_size,
 )
 from flaxfit.data._stream import is_shared
-from flaxfit.display._tracebacks import short_errors
-from flaxfit.tree._dtypes import check_dense, is_array, is_node
-from flaxfit.tree._types import Data, Json, PyTree
+from flaxfit.display import short_errors
+from flaxfit.tree import Data, Json, PyTree, check_dense, is_array, is_node
 
 _ACCEPTED = (
     "Give arrays, a tuple (x, y) or mapping of arrays, a list or other iterable of batches, an "

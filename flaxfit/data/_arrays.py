@@ -9,10 +9,9 @@ import numpy as np
 from flaxfit.data._columns import Column, common_length
 from flaxfit.data._position import check_description
 from flaxfit.data._sample_weights import check_weights_shape, without_masked
-from flaxfit.display._tracebacks import short_errors
-from flaxfit.distributed._processes import process_count, process_index
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import ArrayLike, Json, PyTree
+from flaxfit.display import short_errors
+from flaxfit.distributed import process_count, process_index
+from flaxfit.tree import ArrayLike, Json, PyTree, whole_number
 
 _RESIDENT_BYTES = 2**28
 

@@ -13,7 +13,12 @@ from flaxfit.data._sample_weights import (
     is_list_of_weights,
     without_masked,
 )
-from flaxfit.tree._dtypes import (
+from flaxfit.tree import (
+    Array,
+    ArrayLike,
+    Data,
+    Function,
+    PyTree,
     check_dense,
     is_array,
     is_named,
@@ -23,7 +28,6 @@ from flaxfit.tree._dtypes import (
     to_numpy,
     widened,
 )
-from flaxfit.tree._types import Array, ArrayLike, Data, Function, PyTree
 
 _ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
 TARGET_NAMES = {"y", "target", "targets", "label", "labels"}

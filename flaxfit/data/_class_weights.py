@@ -14,9 +14,7 @@ from flaxfit.data._indexed_batches import is_indexed, n_batches
 from flaxfit.data._libraries import is_hugging_face
 from flaxfit.data._sample_weights import check_weights
 from flaxfit.display import say
-from flaxfit.tree._dtypes import is_array
-from flaxfit.tree._types import ArrayLike, Data, PyTree
-from flaxfit.tree._weights import product, which_count
+from flaxfit.tree import ArrayLike, Data, PyTree, is_array, product, which_count
 
 BALANCED = "balanced"
 

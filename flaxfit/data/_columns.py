@@ -6,8 +6,16 @@ import jax
 import numpy as np
 
 from flaxfit.data._mapped import MappedArray, MappedRows, mapping_of
-from flaxfit.tree._dtypes import check_dense, is_array, is_sparse, narrow, narrow_dtype, to_numpy
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree import (
+    ArrayLike,
+    PyTree,
+    check_dense,
+    is_array,
+    is_sparse,
+    narrow,
+    narrow_dtype,
+    to_numpy,
+)
 
 Rows = slice | np.ndarray
 

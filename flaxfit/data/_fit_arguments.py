@@ -15,9 +15,7 @@ from flaxfit.data._sample_weights import (
     check_weights_shape,
     without_masked,
 )
-from flaxfit.tree._dtypes import check_dense, is_array, is_named, is_node, to_numpy
-from flaxfit.tree._types import Data, PyTree
-from flaxfit.tree._weights import product
+from flaxfit.tree import Data, PyTree, check_dense, is_array, is_named, is_node, product, to_numpy
 
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from flaxfit.data._libraries import OpenPass, comes_from
 from flaxfit.display import say
-from flaxfit.distributed._processes import process_count, process_index
-from flaxfit.tree._types import Data
+from flaxfit.distributed import process_count, process_index
+from flaxfit.tree import Data
 
 
 def reads_own_shard(data: Data) -> bool:

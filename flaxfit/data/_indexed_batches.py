@@ -11,7 +11,7 @@ import numpy as np
 
 from flaxfit.data._batch import detached
 from flaxfit.data._libraries import comes_from
-from flaxfit.tree._types import Data, Json, PyTree
+from flaxfit.tree import Data, Json, PyTree
 
 
 def is_indexed(data: Data) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from flaxfit.data._position import check_description, check_own, describe_batch
 from flaxfit.display import say
-from flaxfit.tree._types import Json, PyTree
+from flaxfit.tree import Json, PyTree
 
 _FIRST = "first_batch"
 

@@ -7,9 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._dtypes import of_torch
-from flaxfit.tree._types import ArrayLike, Data, PyTree
+from flaxfit.tree import ArrayLike, Data, PyTree, of_torch, whole_number
 
 OpenPass = Callable[[int], Iterator[PyTree]]
 """Returns an iterator over the batches of an epoch."""

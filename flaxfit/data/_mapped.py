@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike
 
 _KEEP = 64 * 2**20
 # Reading one page may map as much around it, the unit of the system's page cache.

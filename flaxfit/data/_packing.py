@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from flaxfit.data._arrays import ArrayStream
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike, whole_number
 
 _Arrays = list[np.ndarray]
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import jax
 
-from flaxfit.distributed._processes import exchange, process_count, process_index
-from flaxfit.tree._types import ArrayLike, Json, PyTree
+from flaxfit.distributed import exchange, process_count, process_index
+from flaxfit.tree import ArrayLike, Json, PyTree
 
 _EACH = "of_each_process"
 

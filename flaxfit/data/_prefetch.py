@@ -13,7 +13,7 @@ from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._batch import detached
 from flaxfit.data._iterables import IterableStream
 from flaxfit.data._stream import is_shared
-from flaxfit.tree._types import Data, Json, PyTree
+from flaxfit.tree import Data, Json, PyTree
 
 _END, _PAUSE = "end", "pause"
 

@@ -9,8 +9,7 @@ import numpy as np
 from flaxfit.data._batch import TARGET_NAMES, Batch, fields_by_part, is_given, parts_of
 from flaxfit.data._fit_arguments import as_arrays
 from flaxfit.data._sample_weights import by_output, is_list_of_weights
-from flaxfit.tree._dtypes import is_array, is_named
-from flaxfit.tree._types import Data, PyTree
+from flaxfit.tree import Data, PyTree, is_array, is_named
 
 Names = str | Sequence[str] | Mapping[str, str] | None
 """A column, several in order, or columns by the names that they are given."""

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.tree._dtypes import is_array
-from flaxfit.tree._types import Array, PyTree
-from flaxfit.tree._weights import product, which_count
+from flaxfit.tree import Array, PyTree, is_array, product, which_count
 
 OTHER_OUTPUTS = ""
 """The key of the weights of all outputs that weights by output do not name."""

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Protocol, Self, TypeVar, runtime_checkable
 
-from flaxfit.tree._types import Data, PyTree
+from flaxfit.tree import Data, PyTree
 
 T = TypeVar("T")
 # Steps are int32: no run can take as many batches.

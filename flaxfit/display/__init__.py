@@ -1,30 +1,32 @@
 """Numbers, lines, charts and HTML for terminals and notebooks, and how lines are written."""
 
-from flaxfit.display._cell import passing as passing
-from flaxfit.display._lines import WIDTH as WIDTH
-from flaxfit.display._lines import final_lines as final_lines
-from flaxfit.display._lines import folded as folded
-from flaxfit.display._lines import metric_line as metric_line
-from flaxfit.display._lines import pass_line as pass_line
-from flaxfit.display._lines import progress_line as progress_line
-from flaxfit.display._lines import start_lines as start_lines
-from flaxfit.display._numbers import count as count
-from flaxfit.display._numbers import duration as duration
-from flaxfit.display._numbers import is_scalar as is_scalar
-from flaxfit.display._numbers import number as number
-from flaxfit.display._numbers import plural as plural
-from flaxfit.display._numbers import rate as rate
-from flaxfit.display._numbers import size as size
-from flaxfit.display._streams import columns as columns
-from flaxfit.display._streams import has_colour as has_colour
-from flaxfit.display._streams import is_cell as is_cell
-from flaxfit.display._streams import is_live as is_live
-from flaxfit.display._streams import is_notebook as is_notebook
-from flaxfit.display._streams import output as output
-from flaxfit.display._streams import printable as printable
-from flaxfit.display._streams import quiet as quiet
-from flaxfit.display._streams import say as say
-from flaxfit.display._streams import width_of as width_of
-from flaxfit.display._streams import write as write
-from flaxfit.display._table import Table as Table
-from flaxfit.display._table import place as place
+from flaxfit.display import _html as html
+from flaxfit.display._cell import passing
+from flaxfit.display._chart import sparkline, svg_chart
+from flaxfit.display._html import arrays, card, n_numbers, table
+from flaxfit.display._lines import (
+    WIDTH,
+    final_lines,
+    folded,
+    metric_line,
+    pass_line,
+    progress_line,
+    start_lines,
+)
+from flaxfit.display._numbers import count, duration, is_scalar, number, plural, rate, size
+from flaxfit.display._pyplot import pyplot
+from flaxfit.display._streams import (
+    columns,
+    has_colour,
+    is_cell,
+    is_live,
+    is_notebook,
+    output,
+    printable,
+    quiet,
+    say,
+    width_of,
+    write,
+)
+from flaxfit.display._table import Table, place
+from flaxfit.display._tracebacks import short_errors, show_one_line

@@ -4,9 +4,8 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from flaxfit.display import count, plural, size
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import ArrayLike, Device, Json, PyTree
+from flaxfit.display._numbers import count, plural, size
+from flaxfit.tree import ArrayLike, Device, Json, PyTree, flat
 
 _MOST_ROWS = 200  # Of a table of arrays.
 # Outside Jupyter, pages leave no space between cells, or center tables.

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike
 
 
 def is_scalar(value: ArrayLike) -> bool:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from flaxfit.display._cell import passing
 from flaxfit.display._lines import WIDTH, folded
-from flaxfit.distributed._processes import is_main
+from flaxfit.distributed import is_main
 
 
 def is_notebook() -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.export._program import first_line
-from flaxfit.tree._types import Json
+from flaxfit.tree import Json
 
 FORMAT = "flaxfit-stablehlo"
 VERSION = 1

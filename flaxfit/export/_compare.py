@@ -13,9 +13,7 @@ from flaxfit.display import say, size
 from flaxfit.export._files import replacing
 from flaxfit.export._module import JaxModule
 from flaxfit.export._spec import Specs, as_arguments, call_with, random_inputs, two_sizes
-from flaxfit.tree._checks import local_path
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Array, Function, PyTree
+from flaxfit.tree import Array, Function, PyTree, flat, local_path
 
 RTOL = 1e-4
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.export._module import DEFAULT_METHOD_KEY
-from flaxfit.tree._types import ArrayLike, Function, Json, Params, PyTree
+from flaxfit.tree import ArrayLike, Function, Json, Params, PyTree
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 """Each holds the numbers of those before it."""

@@ -12,9 +12,7 @@ from flaxfit.data._batch import call
 from flaxfit.export._program import Method
 from flaxfit.export._spec import Specs, as_arguments, as_specs, call_with, shape_structs
 from flaxfit.export._tensorflow import TensorFlowModule
-from flaxfit.tree._paths import flat
-from flaxfit.tree._single_replica import single_replica_of_any_axis
-from flaxfit.tree._types import Function, Params, PyTree
+from flaxfit.tree import Function, Params, PyTree, flat, single_replica_of_any_axis
 
 DEFAULT_METHOD_KEY = "jax_module_default_method"
 

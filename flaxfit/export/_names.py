@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import jax
 
 from flaxfit.export._spec import Specs
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import PyTree
+from flaxfit.tree import PyTree, flat
 
 
 def input_names(specs: Specs) -> list[str]:

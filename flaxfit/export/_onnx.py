@@ -14,7 +14,7 @@ from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule, check_is_modul
 from flaxfit.export._names import input_names, output_names
 from flaxfit.export._program import first_line
 from flaxfit.export._spec import Specs, shape_structs
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree
 
 
 def save_onnx(

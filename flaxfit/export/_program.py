@@ -8,7 +8,7 @@ import jax.export
 from jax.extend.mlir.dialects import stablehlo
 
 from flaxfit.export._spec import Specs, shape_structs
-from flaxfit.tree._types import PyTree
+from flaxfit.tree import PyTree
 
 PORTABLE = "1.13.0"
 """The version of StableHLO that is written: TensorFlow 2.20 and JAX 0.9 read it."""

@@ -13,7 +13,7 @@ from flaxfit.export._names import from_names, input_names, output_names
 from flaxfit.export._program import PLATFORMS, PORTABLE
 from flaxfit.export._spec import Specs, call_with
 from flaxfit.export._tensorflow import Tensor, TensorFlowModule, import_tensorflow, tensor_specs
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree
 
 
 def save_saved_model(

@@ -11,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.tree import ArrayLike, Function, PyTree
 
 Specs: TypeAlias = PyTree
 """A tree of `InputSpec`s: the positional inputs in a tuple, or a dict of keywords."""

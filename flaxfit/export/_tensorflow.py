@@ -12,7 +12,7 @@ import numpy as np
 
 from flaxfit.export._program import PLATFORMS, PORTABLE, Method, export_method, in_version
 from flaxfit.export._spec import InputSpec, Specs
-from flaxfit.tree._types import Array, ArrayLike, Function, PyTree
+from flaxfit.tree import Array, ArrayLike, Function, PyTree
 
 Tensor: TypeAlias = Any
 """A `tf.Tensor` or a `tf.Variable`."""

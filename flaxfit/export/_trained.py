@@ -12,7 +12,7 @@ from flaxfit.export._saved_model import save_saved_model
 from flaxfit.export._spec import Specs
 from flaxfit.export._stablehlo import save
 from flaxfit.modules._switch import as_apply
-from flaxfit.tree._types import Params, PyTree
+from flaxfit.tree import Params, PyTree
 
 _WRITERS = {"stablehlo": save, "saved_model": save_saved_model, "onnx": save_onnx}
 

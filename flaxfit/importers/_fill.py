@@ -12,9 +12,7 @@ from numpy.typing import DTypeLike
 from flaxfit.checkpoints._compare import nearest
 from flaxfit.importers._lazy import READERS, LazyArray
 from flaxfit.importers._translator import CheckpointTranslator, Translation, raise_problems
-from flaxfit.tree._paths import flat, path_of
-from flaxfit.tree._put import put_like
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree import ArrayLike, PyTree, flat, path_of, put_like
 
 
 def fill(

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from flaxfit.tree._types import Array, ArrayLike, Function
+from flaxfit.tree import Array, ArrayLike, Function
 
 READERS = 8
 """The number of arrays that are read at once: enough for disks, and a bound on the memory."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from flaxfit.display._tracebacks import short_errors
+from flaxfit.display import short_errors
 from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._msgpack import load_msgpack
 from flaxfit.importers._npz import load_npz
@@ -13,7 +13,7 @@ from flaxfit.importers._safetensors import load_safetensors
 from flaxfit.importers._t5x import is_t5x, load_t5x
 from flaxfit.importers._tf_bundle import load_tf_ckpt
 from flaxfit.importers._unreadable import UnreadableFile
-from flaxfit.tree._checks import local_path
+from flaxfit.tree import local_path
 
 _BY_SUFFIX: dict[str, Callable[..., dict[str, LazyArray]]] = {
     ".safetensors": load_safetensors,

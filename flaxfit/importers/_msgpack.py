@@ -8,8 +8,7 @@ from flax import serialization
 
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._unreadable import as_dtype, reading, require
-from flaxfit.tree._checks import local_path
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree import ArrayLike, PyTree, local_path
 
 
 def load_msgpack(path: str | os.PathLike[str]) -> dict[str, LazyArray]:

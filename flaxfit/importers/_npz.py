@@ -10,7 +10,7 @@ import numpy as np
 
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._unreadable import as_dtype, reading, require
-from flaxfit.tree._checks import local_path
+from flaxfit.tree import local_path
 
 _KIND = "an .npz file of numbers"
 _MOST_GROWTH = 1100

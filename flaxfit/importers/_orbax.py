@@ -7,8 +7,7 @@ from pathlib import Path
 from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import reading, require
-from flaxfit.tree._checks import local_path
-from flaxfit.tree._types import Json
+from flaxfit.tree import Json, local_path
 
 _KIND = "an Orbax checkpoint"
 _TREE = "_METADATA"

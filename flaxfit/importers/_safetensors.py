@@ -8,7 +8,7 @@ import numpy as np
 from flaxfit.checkpoints import _safetensors
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
-from flaxfit.tree._checks import local_path
+from flaxfit.tree import local_path
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, LazyArray]:

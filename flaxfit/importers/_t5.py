@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 
 from flaxfit.importers._translator import CheckpointTranslator
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike
 
 Arrays: TypeAlias = Mapping[str, ArrayLike]
 Naming: TypeAlias = Callable[..., str]

@@ -17,9 +17,8 @@ from flaxfit.importers._t5 import PREFIX, t5_translator
 from flaxfit.importers._translator import CheckpointTranslator, Translation
 from flaxfit.importers._unreadable import UnreadableFile
 from flaxfit.optim._freeze import merge
-from flaxfit.state._train_state import InferenceState, TrainState
-from flaxfit.tree._paths import flat, path_of
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.state import InferenceState, TrainState
+from flaxfit.tree import ArrayLike, PyTree, flat, path_of
 
 Target = TypeVar("Target", TrainState, InferenceState, dict[str, PyTree])
 _KEPT = "hyperparams|hyperparams_states|mini_step|skip_state|acc_grads|loss_scale"

@@ -11,8 +11,7 @@ from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._msgpack import as_lazy
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
-from flaxfit.tree._checks import local_path
-from flaxfit.tree._types import ArrayLike, Json, PyTree
+from flaxfit.tree import ArrayLike, Json, PyTree, local_path
 
 _KIND = "a T5X checkpoint"
 _INDEX = "checkpoint"

@@ -9,7 +9,7 @@ import numpy as np
 
 from flaxfit.importers._lazy import LazyArray, LazyAwaitableArray
 from flaxfit.importers._unreadable import reading, require
-from flaxfit.tree._types import Json
+from flaxfit.tree import Json
 
 _MOST_GROWTH = 1000
 _ALWAYS_FINE = 1 << 28

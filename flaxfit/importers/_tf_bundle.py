@@ -13,7 +13,7 @@ import numpy as np
 
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._unreadable import UnreadableFile, as_dtype, reading
-from flaxfit.tree._checks import local_path
+from flaxfit.tree import local_path
 
 _KIND = "a TensorFlow checkpoint"
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from flaxfit.tree._types import ArrayLike, Function
+from flaxfit.tree import ArrayLike, Function
 
 Rule: TypeAlias = Callable[..., tuple[str | None, ArrayLike] | None]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.loop._padding import Portion
-from flaxfit.tree._types import Array, PyTree
+from flaxfit.tree import Array, PyTree
 
 
 class Loaded(NamedTuple):

@@ -6,12 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any, get_origin
 
-from flaxfit.state import _callback_states
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._train_state import TrainState
-from flaxfit.tree._functions import order_of, owner_of
-from flaxfit.tree._other_callbacks import COUNTERPARTS
-from flaxfit.tree._types import ArrayLike, Function
+from flaxfit.state import Checkpoint, TrainState, callback_states
+from flaxfit.tree import COUNTERPARTS, ArrayLike, Function, order_of, owner_of
 
 
 def as_tuple(callbacks: Any) -> tuple[Any, ...]:
@@ -51,7 +47,7 @@ class CallbackList:
         if (history := getattr(found, "history", None)) is not None:
             states["History"] = history
         arrays = getattr(found, "callback_arrays", {})
-        return _callback_states.put_back(self.given, states, arrays)
+        return callback_states.put_back(self.given, states, arrays)
 
     def close(self) -> None:
         """Closes all of them, even if one fails."""

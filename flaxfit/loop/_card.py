@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from flaxfit.display import count, number, place, plural
-from flaxfit.display._html import arrays, card, n_numbers, table
+from flaxfit.display import arrays, card, count, n_numbers, number, place, plural, table
 
 _FIELDS = ("params", "model_state", "opt_state")
 

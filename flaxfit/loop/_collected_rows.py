@@ -11,7 +11,7 @@ from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.display import count, size
 from flaxfit.metrics import Metric
 from flaxfit.metrics._rows import check_values, values_by_name
-from flaxfit.tree._types import ArrayLike, PyTree, Sums
+from flaxfit.tree import ArrayLike, PyTree, Sums
 
 
 class CollectedRows:

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from flaxfit.tree._checks import local_path
+from flaxfit.tree import local_path
 
 _SWITCH = "FLAXFIT_COMPILATION_CACHE"
 _OFF = ("", "0", "none", "off")

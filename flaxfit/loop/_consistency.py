@@ -10,11 +10,9 @@ import numpy as np
 from flaxfit.data._batch import Batch
 from flaxfit.data._position import position_text
 from flaxfit.display import plural
-from flaxfit.distributed._processes import agree, exchange
+from flaxfit.distributed import agree, exchange
 from flaxfit.strategies import Strategy
-from flaxfit.tree._digest import digests_or_sources
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Array, Json, PyTree
+from flaxfit.tree import Array, Json, PyTree, digests_or_sources, flat
 
 _SLOW_SECONDS = 600.0
 _MOST_NAMED = 3

@@ -10,7 +10,7 @@ from flaxfit.data import ArrayStream, as_stream
 from flaxfit.data._batch import detached
 from flaxfit.data._prefetch import PrefetchedStream
 from flaxfit.loop._local_rows import knows_rows
-from flaxfit.tree._types import Data, Json, PyTree
+from flaxfit.tree import Data, Json, PyTree
 
 
 class Cursor:

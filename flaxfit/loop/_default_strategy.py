@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from flaxfit.strategies import DataParallel, Eager, Sharded, Strategy
-from flaxfit.task._task import TrainTask
+from flaxfit.task import TrainTask
 
 
 def strategy_for(

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.data._batch import Batch, has_rows, n_examples
-from flaxfit.distributed._processes import exchange
+from flaxfit.distributed import exchange
 from flaxfit.loop._division_errors import about_change, about_rows, about_targets
 from flaxfit.optim._averaged import like
-from flaxfit.step._companions import states_of
-from flaxfit.step._compare import ForwardPass, weights_of
-from flaxfit.step._passes import (
+from flaxfit.step import (
     MODEL,
     OBJECTIVE,
+    Difference,
+    ForwardPass,
     Proof,
     comparison_of,
     has_statistics,
@@ -27,14 +27,16 @@ from flaxfit.step._passes import (
     pass_of,
     prove,
     reduces_over,
+    states_of,
+    try_halves,
+    try_parts,
+    try_rows,
+    varies,
+    weights_of,
 )
-from flaxfit.step._trial import Difference, try_halves, try_parts, try_rows, varies
 from flaxfit.strategies import Strategy
-from flaxfit.task._multi_output import LossByOutput
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._functions import runs_eagerly
-from flaxfit.tree._shapes import structure_of
-from flaxfit.tree._types import Array, ArrayLike, Function, PyTree
+from flaxfit.task import EvalTask, LossByOutput, TrainTask
+from flaxfit.tree import Array, ArrayLike, Function, PyTree, runs_eagerly, structure_of
 
 _AMOUNT = 0.2
 """How far parameters are moved in the second trial."""

@@ -1,7 +1,6 @@
 """Messages about divisions and padding that would change results, with the ways out."""
 
-from flaxfit.step._passes import MODEL, OBJECTIVE
-from flaxfit.step._trial import Difference
+from flaxfit.step import MODEL, OBJECTIVE, Difference
 
 
 def about_change(

@@ -21,20 +21,20 @@ from flaxfit.loop._programs import Programs
 from flaxfit.loop._state_layout import StateLayout
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import averaged
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.step import _metric_totals
-from flaxfit.step._eval_step import evaluated, make_eval_step
-from flaxfit.step._metric_totals import compute
-from flaxfit.step._validate import inspect
+from flaxfit.state import Checkpoint
+from flaxfit.step import compute, evaluated, inspect, make_eval_step, metric_totals
 from flaxfit.strategies import DataParallel, Strategy
-from flaxfit.task._companions import are_same
-from flaxfit.task._one_for_all import for_all_outputs
-from flaxfit.task._task import EvalTask
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._context_mesh import without_mesh
-from flaxfit.tree._jax_debugging import debugging_explained
-from flaxfit.tree._shapes import structure_of
-from flaxfit.tree._types import Data, Function, PyTree, Sums
+from flaxfit.task import EvalTask, are_same, for_all_outputs
+from flaxfit.tree import (
+    Data,
+    Function,
+    PyTree,
+    Sums,
+    debugging_explained,
+    structure_of,
+    whole_number,
+    without_mesh,
+)
 
 _ENDLESS = (
     "Give the number of batches (EvalLoop(n_steps=...), evaluate(steps=...), "
@@ -200,7 +200,7 @@ class EvalLoop:
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         state = strategy.share(self._measured(state))
         sums = self._inspect(feed, first[0], state, data, is_cut=n_steps is not None)
-        totals, shapes = _metric_totals.zero_totals(sums), structure_of(state)
+        totals, shapes = metric_totals.zero_totals(sums), structure_of(state)
         layout = StateLayout(state)
         leaves = layout.flatten(state)
         self._companions.refresh()
@@ -233,7 +233,7 @@ class EvalLoop:
         while waiting:
             collect()
         where = " in the data that was measured"
-        values = compute(_metric_totals.reader(sums)(totals), self.task.metrics, where)
+        values = compute(metric_totals.reader(sums)(totals), self.task.metrics, where)
         return values | collected.values(values)
 
     @without_mesh()
@@ -324,6 +324,6 @@ class EvalLoop:
             state = layout.unflatten(leaves)
             sums = measure(state, structure.unflatten(arrays), *position)
             rows = {name: sums.pop(name) for name in self._collecting}
-            return strategy.constrain(_metric_totals.add(totals, sums), state), rows
+            return strategy.constrain(metric_totals.add(totals, sums), state), rows
 
         return strategy.compile(update, arguments, has_rows=True)

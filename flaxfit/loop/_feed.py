@@ -15,11 +15,10 @@ from flaxfit.loop._assembly import Assembler, Loaded
 from flaxfit.loop._cursor import Cursor
 from flaxfit.loop._local_rows import check_divided, knows_rows, local_examples, local_rows
 from flaxfit.loop._padding import Padder, Portion, may_be_whole
-from flaxfit.step._validate import check_weights_of
+from flaxfit.step import check_weights_of
 from flaxfit.strategies import Strategy
-from flaxfit.task._task import EvalTask
-from flaxfit.tree._shapes import shapes_of
-from flaxfit.tree._types import Data, PyTree
+from flaxfit.task import EvalTask
+from flaxfit.tree import Data, PyTree, shapes_of
 
 _MOST_TO_COPY = 2**28  # Bytes.
 

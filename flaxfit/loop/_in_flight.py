@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from flaxfit.tree._types import Array
+from flaxfit.tree import Array
 
 _MOST = 24
 # What the batches of unfinished dispatches may take of the memory of the devices.

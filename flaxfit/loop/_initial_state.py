@@ -12,14 +12,10 @@ import optax
 from flaxfit.modules._switch import as_init
 from flaxfit.optim._extended import first_state, wrap_state
 from flaxfit.optim._plain_rate import live_rate, matched
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._template import TemplateOf
-from flaxfit.state._train_state import TrainState, with_opt_state
-from flaxfit.step._init_state import init_state
-from flaxfit.task._frozen import frozen_as_saved
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import ArrayLike, Function, Json, PyTree
+from flaxfit.state import Checkpoint, TemplateOf, TrainState, with_opt_state
+from flaxfit.step import init_state
+from flaxfit.task import TrainTask, frozen_as_saved
+from flaxfit.tree import ArrayLike, Function, Json, PyTree, flat
 
 
 def start(

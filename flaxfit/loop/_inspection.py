@@ -9,16 +9,11 @@ import jax
 from flaxfit.data._batch import Batch
 from flaxfit.loop._division import examine
 from flaxfit.loop._padding import Portion
-from flaxfit.state._train_state import TrainState
-from flaxfit.step._error_messages import calls_explained
-from flaxfit.step._scan import make_step
-from flaxfit.step._train_step import more_sums
-from flaxfit.step._validate import inspect, inspect_step, trace
+from flaxfit.state import TrainState
+from flaxfit.step import calls_explained, inspect, inspect_step, make_step, more_sums, trace
 from flaxfit.strategies import Strategy
-from flaxfit.task._one_for_all import for_all_outputs
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._shapes import shapes_of
-from flaxfit.tree._types import Sums
+from flaxfit.task import TrainTask, for_all_outputs
+from flaxfit.tree import Sums, shapes_of
 
 
 class Inspection:

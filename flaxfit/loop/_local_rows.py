@@ -7,10 +7,10 @@ import jax
 from flaxfit.data._batch import n_examples, normalize
 from flaxfit.data._sample_weights import times
 from flaxfit.data._stream import is_shared
-from flaxfit.distributed._processes import process_count
+from flaxfit.distributed import process_count
 from flaxfit.loop._padding import Portion, signature_of
 from flaxfit.strategies import Strategy
-from flaxfit.tree._types import Data, PyTree
+from flaxfit.tree import Data, PyTree
 
 
 def knows_rows(stream: Data) -> bool:

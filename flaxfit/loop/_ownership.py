@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.state._checkpoint import Borrowed, Checkpoint
+from flaxfit.state import Borrowed, Checkpoint
 from flaxfit.strategies import Strategy
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree import ArrayLike, PyTree
 
 Copier: TypeAlias = Callable[[PyTree], Any]
 """A function that copies a tree of placed arrays."""

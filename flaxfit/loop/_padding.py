@@ -11,8 +11,8 @@ import numpy as np
 from flaxfit.data._batch import Batch, describe, has_rows, n_examples, normalize
 from flaxfit.data._sample_weights import OTHER_OUTPUTS
 from flaxfit.strategies import Strategy
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._types import Array, ArrayLike, PyTree
+from flaxfit.task import EvalTask, TrainTask
+from flaxfit.tree import Array, ArrayLike, PyTree
 
 
 class Portion(NamedTuple):

@@ -7,12 +7,11 @@ import jax
 import numpy as np
 
 from flaxfit.loop._state_layout import StateLayout
-from flaxfit.state._inference_state import InferenceState
-from flaxfit.step._companions import Task, states_of, with_states
+from flaxfit.state import InferenceState
+from flaxfit.step import Task, states_of, with_states
 from flaxfit.strategies import Strategy
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._paths import flat, path_of
-from flaxfit.tree._types import ArrayLike, PyTree, Variables
+from flaxfit.task import EvalTask, TrainTask
+from flaxfit.tree import ArrayLike, PyTree, Variables, flat, path_of
 
 
 class PlacedCompanions:

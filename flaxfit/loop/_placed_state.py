@@ -10,10 +10,9 @@ from flaxfit.optim._extended import continued_state
 from flaxfit.optim._generations import Late
 from flaxfit.optim._hyperparams import names_of
 from flaxfit.optim._plain_rate import matched
-from flaxfit.state._checkpoint import Borrowed
-from flaxfit.state._train_state import TrainState, with_opt_state
+from flaxfit.state import Borrowed, TrainState, with_opt_state
 from flaxfit.strategies import Strategy
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree import ArrayLike, PyTree
 
 
 class PlacedState:

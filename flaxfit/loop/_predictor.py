@@ -14,18 +14,27 @@ from flaxfit.loop._feed import Feed, feed_of_pass
 from flaxfit.loop._padding import Portion
 from flaxfit.loop._programs import Programs
 from flaxfit.loop._state_layout import StateLayout
-from flaxfit.step._error_messages import calls_explained, tracers_explained
-from flaxfit.step._eval_step import evaluated, make_predict_step
-from flaxfit.step._passes import MODEL
-from flaxfit.step._trial import Pass
-from flaxfit.step._validate import streams_explained, trace
+from flaxfit.step import (
+    MODEL,
+    Pass,
+    calls_explained,
+    evaluated,
+    make_predict_step,
+    streams_explained,
+    trace,
+    tracers_explained,
+)
 from flaxfit.strategies import Strategy
-from flaxfit.task._task import EvalTask
-from flaxfit.tree._context_mesh import without_mesh
-from flaxfit.tree._jax_debugging import debugging_explained
-from flaxfit.tree._paths import flat
-from flaxfit.tree._shapes import structure_of
-from flaxfit.tree._types import Data, Function, PyTree
+from flaxfit.task import EvalTask
+from flaxfit.tree import (
+    Data,
+    Function,
+    PyTree,
+    debugging_explained,
+    flat,
+    structure_of,
+    without_mesh,
+)
 
 # While these are computed and copied, others are prepared; no more of them wait on the devices.
 _BATCHES_IN_FLIGHT = 4

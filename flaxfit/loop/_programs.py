@@ -12,10 +12,9 @@ from flaxfit.loop._padding import Portion
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._state_layout import StateLayout
 from flaxfit.loop._stopwatch import Stopwatch
-from flaxfit.step._error_messages import calls_explained
-from flaxfit.step._scan import make_update
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.step import calls_explained, make_update
+from flaxfit.task import TrainTask
+from flaxfit.tree import Function, PyTree
 
 
 class Programs:

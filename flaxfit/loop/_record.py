@@ -12,10 +12,9 @@ from flaxfit.loop._stopwatch import Stopwatch
 from flaxfit.loop._tuning import learning_rates, set_late
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim._generations import from_json
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.task._frozen import frozen_facts
-from flaxfit.task._task import module_of
-from flaxfit.tree._types import Json
+from flaxfit.state import Checkpoint
+from flaxfit.task import frozen_facts, module_of
+from flaxfit.tree import Json
 
 
 def make_checkpoint(

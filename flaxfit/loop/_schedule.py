@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from flaxfit.tree._checks import whole_number
+from flaxfit.tree import whole_number
 
 
 @dataclasses.dataclass(frozen=True)

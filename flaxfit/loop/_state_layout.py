@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import PyTree
+from flaxfit.tree import PyTree, flat
 
 
 class StateLayout:

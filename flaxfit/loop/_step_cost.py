@@ -7,10 +7,8 @@ import jax
 from flaxfit.data._batch import Batch
 from flaxfit.loop._programs import build_update
 from flaxfit.loop._stepper import Stepper
-from flaxfit.step._companions import taking_states
-from flaxfit.step._cost import StepCost, cost_of, memory_of
-from flaxfit.step._scan import make_step
-from flaxfit.tree._shapes import shapes_of
+from flaxfit.step import StepCost, cost_of, make_step, memory_of, taking_states
+from flaxfit.tree import shapes_of
 
 
 def step_cost(stepper: Stepper, n: int | None) -> StepCost:

@@ -21,12 +21,11 @@ from flaxfit.loop._steps_per_call import StepsPerCall
 from flaxfit.loop._stopwatch import Stopwatch
 from flaxfit.loop._tally import Tally
 from flaxfit.optim._freeze import check_matches
-from flaxfit.state._train_state import TrainState
-from flaxfit.step._error_messages import explain, explained
+from flaxfit.state import TrainState
+from flaxfit.step import explain, explained
 from flaxfit.strategies import Strategy
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._shapes import shapes_of
-from flaxfit.tree._types import Data, Params, PyTree
+from flaxfit.task import TrainTask
+from flaxfit.tree import Data, Params, PyTree, shapes_of
 
 
 class Stepper:

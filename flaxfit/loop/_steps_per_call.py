@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from flaxfit.tree._checks import whole_number
+from flaxfit.tree import whole_number
 
 _MOST_STEPS = 32
 # As many operations as a slow device of the kind does in a tenth of a second.

@@ -5,11 +5,9 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.step import _metric_totals
-from flaxfit.step._metric_totals import compute
-from flaxfit.tree._shapes import structure_of
-from flaxfit.tree._types import Array, PyTree
+from flaxfit.state import Checkpoint
+from flaxfit.step import compute, metric_totals
+from flaxfit.tree import Array, PyTree, structure_of
 
 
 class Tally:
@@ -43,8 +41,8 @@ class Tally:
         structure = structure_of(sums)
         if structure != self._structure:
             # Placed once, and never donated: every count begins with the same zeros.
-            zeros = self._share(_metric_totals.zero_totals(sums))
-            self._read, self._zeros = _metric_totals.reader(sums), zeros
+            zeros = self._share(metric_totals.zero_totals(sums))
+            self._read, self._zeros = metric_totals.reader(sums), zeros
             # Last: after an error the next call tries again.
             self._sums, self._structure = sums, structure
         if not self.n_steps:

@@ -9,9 +9,7 @@ from typing import Any, Self
 import jax
 
 from flaxfit.data._batch import Batch, normalize
-from flaxfit.display import count, quiet, say, start_lines
-from flaxfit.display._html import n_numbers
-from flaxfit.display._tracebacks import short_errors
+from flaxfit.display import count, n_numbers, quiet, say, short_errors, start_lines
 from flaxfit.loop._access import by_one_thread, check_thread
 from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple, unfreezes
 from flaxfit.loop._card import card_of
@@ -31,17 +29,11 @@ from flaxfit.loop._steps_per_call import StepsPerCall
 from flaxfit.loop._stopwatch import Stopwatch
 from flaxfit.loop._tuning import freeze, match, present_hyperparams, set_late, tune, with_settings
 from flaxfit.optim._extended import late_of
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._fit_call import FitCall
-from flaxfit.state._observers import Observer, Observers
-from flaxfit.state._train_state import TrainState
-from flaxfit.step._cost import StepCost
+from flaxfit.state import Checkpoint, FitCall, Observer, Observers, TrainState
+from flaxfit.step import StepCost
 from flaxfit.strategies import Strategy
-from flaxfit.task._repr import describe_loss
-from flaxfit.task._task import TrainTask, with_collections
-from flaxfit.tree._context_mesh import without_mesh
-from flaxfit.tree._jax_debugging import check_jit
-from flaxfit.tree._types import ArrayLike, Data, PyTree
+from flaxfit.task import TrainTask, describe_loss, with_collections
+from flaxfit.tree import ArrayLike, Data, PyTree, check_jit, without_mesh
 
 _REPEATED = "flaxfit.data.as_stream(data, epochs=n) repeats a loader or a list of batches"
 _OPTIONS = {field.name for field in dataclasses.fields(TrainTask)}

@@ -12,10 +12,9 @@ from flaxfit.optim._extended import late_of
 from flaxfit.optim._generations import Late, fitting
 from flaxfit.optim._hyperparams import learning_rates as rates_of
 from flaxfit.optim._plain_rate import live_rate, matched, plain_rate
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._train_state import TrainState, with_opt_state
-from flaxfit.task._frozen import with_late
-from flaxfit.tree._types import ArrayLike
+from flaxfit.state import Checkpoint, TrainState, with_opt_state
+from flaxfit.task import with_late
+from flaxfit.tree import ArrayLike
 
 
 def present_hyperparams(stepper: Stepper) -> dict[str, Any]:

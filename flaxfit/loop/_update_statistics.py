@@ -8,13 +8,11 @@ import jax.numpy as jnp
 from flaxfit.data import one_pass
 from flaxfit.data._stream import pass_length
 from flaxfit.loop._train_loop import TrainLoop
-from flaxfit.state._train_state import TrainState
-from flaxfit.step._model_call import apply_model
-from flaxfit.step._random import rngs_of, step_key
-from flaxfit.strategies import DataParallel
-from flaxfit.strategies._strategy import Strategy
-from flaxfit.task._task import TrainTask, averaged_by
-from flaxfit.tree._types import Array, Data, PyTree
+from flaxfit.state import TrainState
+from flaxfit.step import apply_model, rngs_of, step_key
+from flaxfit.strategies import DataParallel, Strategy
+from flaxfit.task import TrainTask, averaged_by
+from flaxfit.tree import Array, Data, PyTree
 
 
 def update_statistics(

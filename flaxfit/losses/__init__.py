@@ -25,7 +25,8 @@ from flaxfit.losses._focal import (
     generalized_crossentropy,
 )
 from flaxfit.losses._hinge import categorical_hinge, hinge, squared_hinge
-from flaxfit.losses._names import Loss, resolve
+from flaxfit.losses._names import Loss as Loss
+from flaxfit.losses._names import resolve
 from flaxfit.losses._overlap import dice, tversky
 from flaxfit.losses._regression import (
     cosine_distance,

@@ -24,7 +24,7 @@ from flaxfit.losses._focal import (
 from flaxfit.losses._hinge import categorical_hinge, hinge, squared_hinge
 from flaxfit.losses._names import Loss, resolve
 from flaxfit.losses._overlap import dice, summed_axes, tversky
-from flaxfit.tree._types import Array, ArrayLike, PyTree
+from flaxfit.tree import Array, ArrayLike, PyTree
 
 _ROUNDING = 1e-3  # Of soft labels, such as those of mixup.
 _OF_CLASSES = (crossentropy, generalized_crossentropy, ctc)

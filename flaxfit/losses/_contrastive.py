@@ -10,7 +10,7 @@ import numpy as np
 
 from flaxfit.losses._crossentropy import crossentropy
 from flaxfit.losses._shared import check_embeddings, floating, public
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike
 
 
 @public

@@ -21,8 +21,7 @@ from flaxfit.losses._shared import (
     smoothed_bits,
     with_axis_last,
 )
-from flaxfit.tree._functions import by_row
-from flaxfit.tree._types import Array, ArrayLike, LossFn
+from flaxfit.tree import Array, ArrayLike, LossFn, by_row
 
 
 @public

@@ -6,8 +6,7 @@ import numpy as np
 import optax
 
 from flaxfit.losses._shared import floating, public
-from flaxfit.tree._functions import by_row
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike, by_row
 
 
 @public

@@ -27,8 +27,7 @@ from flaxfit.losses._shared import (
     smoothed_bits,
     with_axis_last,
 )
-from flaxfit.tree._functions import by_row
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike, by_row
 
 
 @public

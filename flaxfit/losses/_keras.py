@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flaxfit.tree._types import LossFn, PyTree
+from flaxfit.tree import LossFn, PyTree
 
 _OWN = {
     "SparseCategoricalCrossentropy": "crossentropy",

@@ -6,7 +6,7 @@ import re
 
 import optax
 
-from flaxfit.display._tracebacks import short_errors
+from flaxfit.display import short_errors
 from flaxfit.losses import (
     _circle,
     _contrastive,
@@ -19,8 +19,7 @@ from flaxfit.losses import (
     _triplet,
 )
 from flaxfit.losses._keras import ALIASES, refuse_keras
-from flaxfit.tree._checks import check_order
-from flaxfit.tree._types import LossFn
+from flaxfit.tree import LossFn, check_order
 
 Loss = LossFn
 

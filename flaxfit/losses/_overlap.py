@@ -6,8 +6,7 @@ import jax
 import numpy as np
 
 from flaxfit.losses._shared import EPSILON, check_same_shape, floating, public
-from flaxfit.tree._functions import by_row
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike, by_row
 
 
 @public

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from flaxfit.losses._shared import EPSILON, check_same_shape, floating, public
-from flaxfit.tree._functions import by_row
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike, by_row
 
 
 @public

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.display._tracebacks import short_errors
-from flaxfit.tree._types import ArrayLike, LossFn
+from flaxfit.display import short_errors
+from flaxfit.tree import ArrayLike, LossFn
 
 EPSILON = 1e-7
 """The least probability, and the least divisor, as in Keras."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.losses._shared import check_embeddings, floating, public
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike
 
 
 @public

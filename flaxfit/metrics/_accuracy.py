@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from flaxfit.metrics._labels import Answers, binary_answers, class_answers, floating, labels_of
 from flaxfit.metrics._metric import Metric, ratio, weighted, weights_of
 from flaxfit.metrics._validity import counted_weights, warn_of
-from flaxfit.tree._functions import by_row
-from flaxfit.tree._types import Array, ArrayLike, Sums
+from flaxfit.tree import Array, ArrayLike, Sums, by_row
 
 
 def mean_of_answers(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.metrics._metric import Metric, ratio, weighted, weights_of
-from flaxfit.tree._types import Array, ArrayLike, Function, PyTree, Sums
+from flaxfit.tree import Array, ArrayLike, Function, PyTree, Sums
 
 
 def is_metric_class(metric: object) -> TypeGuard[type[Any]]:

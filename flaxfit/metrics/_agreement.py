@@ -12,7 +12,7 @@ from flaxfit.metrics._counts import Counts, count_answers, counts_of, micro
 from flaxfit.metrics._metric import Metric, ratio
 from flaxfit.metrics._rates import Threshold, by_thresholds
 from flaxfit.metrics._validity import warn_of
-from flaxfit.tree._types import Array, ArrayLike, Sums
+from flaxfit.tree import Array, ArrayLike, Sums
 
 
 def _of_counts(

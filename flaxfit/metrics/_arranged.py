@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from flaxfit.tree._types import Array, Function, Sums
+from flaxfit.tree import Array, Function, Sums
 
 
 def arranged(measure: Function, name: str, num_classes: int | None, axis: int) -> Function:

@@ -10,7 +10,7 @@ import numpy as np
 from flaxfit.metrics._metric import Metric
 from flaxfit.metrics._scores import Ranked
 from flaxfit.metrics._validity import warn_of
-from flaxfit.tree._types import Array, ArrayLike, Sums
+from flaxfit.tree import Array, ArrayLike, Sums
 
 # A score is read as an ordered integer: a head of 12 bits (sign, exponent and, of float32, three
 # bits of the mantissa), then digits of 4 bits. The head has a bin for each value. Each digit is

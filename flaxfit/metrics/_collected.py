@@ -8,9 +8,15 @@ from flaxfit.metrics._adapter import is_metric_class
 from flaxfit.metrics._collecting_classes import from_collecting_class
 from flaxfit.metrics._metric import Metric
 from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
-from flaxfit.tree._checks import check_argument_order, whole_number
-from flaxfit.tree._functions import parameters
-from flaxfit.tree._types import Array, Function, PyTree, Sums
+from flaxfit.tree import (
+    Array,
+    Function,
+    PyTree,
+    Sums,
+    check_argument_order,
+    parameters,
+    whole_number,
+)
 
 
 def collected(

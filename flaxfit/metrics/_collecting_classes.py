@@ -11,7 +11,7 @@ import numpy as np
 from flaxfit.metrics._adapter import caller_of, cannot_use, is_metric_class
 from flaxfit.metrics._metric import Metric
 from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
-from flaxfit.tree._types import Array, PyTree, Sums
+from flaxfit.tree import Array, PyTree, Sums
 
 
 def is_collecting_class(metric: object) -> TypeGuard[type[Any]]:

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from flaxfit.display._pyplot import pyplot
+from flaxfit.display import pyplot
 from flaxfit.metrics._counts import add_by_class
 from flaxfit.metrics._labels import class_answers
 from flaxfit.metrics._metric import Metric, ratio
 from flaxfit.metrics._validity import counted_weights, warn_of
-from flaxfit.tree._types import Array, ArrayLike, Sums
+from flaxfit.tree import Array, ArrayLike, Sums
 
 
 def confusion_matrix(

@@ -9,7 +9,7 @@ import numpy as np
 from flaxfit.metrics._metric import Metric, mean, ratio, weights_of
 from flaxfit.metrics._moments import moments, offset, spread
 from flaxfit.metrics._regression import check_numbers
-from flaxfit.tree._types import Array, ArrayLike, Function, Sums
+from flaxfit.tree import Array, ArrayLike, Function, Sums
 
 
 def _explained_variance() -> Metric:

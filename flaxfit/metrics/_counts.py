@@ -15,8 +15,7 @@ from flaxfit.metrics._labels import (
     top_k_answers,
 )
 from flaxfit.metrics._validity import counted_weights, warn_of
-from flaxfit.tree._types import Array, ArrayLike, Sums
-from flaxfit.tree._weights import broadcast_weights
+from flaxfit.tree import Array, ArrayLike, Sums, broadcast_weights
 
 
 class Counts(NamedTuple):

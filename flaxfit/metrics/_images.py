@@ -8,7 +8,7 @@ import numpy as np
 
 from flaxfit.metrics._metric import Metric, mean
 from flaxfit.metrics._regression import check_numbers
-from flaxfit.tree._types import Array, ArrayLike
+from flaxfit.tree import Array, ArrayLike
 
 
 def _psnr(*, max_val: float = 1.0) -> Metric:

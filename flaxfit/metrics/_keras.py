@@ -6,7 +6,7 @@ from typing import Any
 
 from flaxfit.metrics._aliases import known_as
 from flaxfit.metrics._metric import OF_KERAS
-from flaxfit.tree._functions import parameters
+from flaxfit.tree import parameters
 
 _TOP_K = ("TopKCategoricalAccuracy", "SparseTopKCategoricalAccuracy")
 

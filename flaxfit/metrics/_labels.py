@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.losses._crossentropy import not_a_class
-from flaxfit.tree._types import Array, ArrayLike
+from flaxfit.tree import Array, ArrayLike
 
 _SEVERAL = (
     "Of more classes, say multi_class='ovr', each against the others; of several labels per "

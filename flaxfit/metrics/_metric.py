@@ -10,9 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.metrics._monitor import mode_of
-from flaxfit.tree._functions import parameters
-from flaxfit.tree._types import Array, ArrayLike, Function, Sums
-from flaxfit.tree._weights import broadcast_weights, joined_weights
+from flaxfit.tree import (
+    Array,
+    ArrayLike,
+    Function,
+    Sums,
+    broadcast_weights,
+    joined_weights,
+    parameters,
+)
 
 RESERVED = (
     "loss",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.metrics._metric import weighted
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree import ArrayLike
 
 # The variance is a small difference of large sums, which float32 cannot hold. So each batch takes
 # its moments about a center of its own, and adds them about zero in windows of 8 bits: a window

@@ -10,8 +10,7 @@ import optax
 
 from flaxfit.losses._names import is_loss
 from flaxfit.metrics._aliases import known_as
-from flaxfit.tree._functions import order_of, owner_of
-from flaxfit.tree._types import Function
+from flaxfit.tree import Function, order_of, owner_of
 
 # The metrics whose name tells which values are better; that of a loss also does.
 _HIGHER = re.compile(

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flaxfit.display._tracebacks import short_errors
+from flaxfit.display import short_errors
 from flaxfit.losses._names import is_loss, resolve
 from flaxfit.metrics._accuracy import (
     accuracy,
@@ -86,8 +86,7 @@ from flaxfit.metrics._regression import (
     rmse,
 )
 from flaxfit.metrics._text import bleu, cer, rouge_1, rouge_2, rouge_l, wer
-from flaxfit.tree._checks import check_order
-from flaxfit.tree._types import Array, Function, PyTree, Sums
+from flaxfit.tree import Array, Function, PyTree, Sums, check_order
 
 _METRICS = (
     *(accuracy, binary_accuracy, balanced_accuracy, hamming_loss, zero_one_loss, exact_match),

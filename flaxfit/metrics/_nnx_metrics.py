@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from flaxfit.metrics._accuracy import accuracy
 from flaxfit.metrics._metric import Metric, mean
-from flaxfit.tree._types import Array
+from flaxfit.tree import Array
 
 
 def is_nnx_metric(metric: object) -> bool:

@@ -13,7 +13,7 @@ from flaxfit.metrics._regression import check_numbers
 from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
 from flaxfit.metrics._scores import Ranked
 from flaxfit.metrics._validity import counted_weights, warn_of
-from flaxfit.tree._types import Array, ArrayLike, Function, Sums
+from flaxfit.tree import Array, ArrayLike, Function, Sums
 
 Rows = Callable[[np.ndarray, np.ndarray, np.ndarray], ArrayLike]
 """`(outputs, targets, weights) -> value`, of all elements of weight above 0, flat."""

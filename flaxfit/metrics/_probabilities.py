@@ -11,7 +11,7 @@ from flaxfit.metrics._accuracy import mean_of_answers
 from flaxfit.metrics._labels import Answers, class_answers
 from flaxfit.metrics._metric import Metric, ratio
 from flaxfit.metrics._validity import counted_weights, warn_of
-from flaxfit.tree._types import Array, Sums
+from flaxfit.tree import Array, Sums
 
 
 def _shares(answers: Answers, from_logits: bool) -> tuple[jax.Array, bool]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from flaxfit.metrics._labels import floating, labels_of
 from flaxfit.metrics._metric import Metric, mean
-from flaxfit.tree._types import Array, ArrayLike, Sums
+from flaxfit.tree import Array, ArrayLike, Sums
 
 
 class _Ranked(NamedTuple):

@@ -12,7 +12,7 @@ from flaxfit.metrics._arranged import arranged
 from flaxfit.metrics._counts import Counts, by_example, count_answers, counts_of, micro
 from flaxfit.metrics._metric import Metric, ratio
 from flaxfit.metrics._validity import warn_of
-from flaxfit.tree._types import Array, ArrayLike, Function, Sums
+from flaxfit.tree import Array, ArrayLike, Function, Sums
 
 Fraction: TypeAlias = Callable[[Counts], tuple[ArrayLike, ArrayLike]]
 """The numerator and the denominator of a rate, by class."""

@@ -11,8 +11,7 @@ from flaxfit.metrics._accuracy import mean_of_answers
 from flaxfit.metrics._labels import Answers, floating, is_share, labels_of
 from flaxfit.metrics._metric import Metric, mean, ratio, weights_of
 from flaxfit.metrics._moments import moments, spread, squares
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import Array, ArrayLike, Sums
+from flaxfit.tree import Array, ArrayLike, Sums, whole_number
 
 
 def check_numbers(outputs: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax.Array]:

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.metrics._metric import RESERVED, Metric
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Array, ArrayLike, Function, PyTree, Sums
+from flaxfit.tree import Array, ArrayLike, Function, PyTree, Sums, flat
 
 MAX_ROWS = 1_000_000
 """The most rows that a metric collects by default."""

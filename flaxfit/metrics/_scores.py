@@ -16,8 +16,7 @@ from flaxfit.metrics._labels import (
     one_class_scores,
 )
 from flaxfit.metrics._validity import counted_weights
-from flaxfit.tree._types import Array, ArrayLike
-from flaxfit.tree._weights import broadcast_weights
+from flaxfit.tree import Array, ArrayLike, broadcast_weights
 
 
 class Scores(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from flaxfit.metrics._metric import Metric
 from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
-from flaxfit.tree._types import Array, ArrayLike, Sums
+from flaxfit.tree import Array, ArrayLike, Sums
 
 Pairs: TypeAlias = list[tuple[Sequence[Any], Sequence[Any]]]
 """Predicted and expected sequences of tokens, words or characters."""

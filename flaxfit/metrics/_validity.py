@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from flaxfit.metrics._labels import Answers, is_share
 from flaxfit.metrics._metric import weights_of
-from flaxfit.tree._types import Array, ArrayLike
+from flaxfit.tree import Array, ArrayLike
 
 # Fewer scores may all lie between 0 and 1 by chance.
 _ENOUGH = 10

@@ -13,15 +13,13 @@ from flaxfit.callbacks._callback import Callback
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._class_weights import ClassWeightedStream
 from flaxfit.data._fit_arguments import prepare, prepare_inputs
-from flaxfit.display._tracebacks import short_errors
-from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple
-from flaxfit.loop._update_statistics import update_statistics
+from flaxfit.display import short_errors
+from flaxfit.loop import CallbackList, Delivery, as_tuple, update_statistics
 from flaxfit.model._pass_bar import PassBar
 from flaxfit.model._persistence import Persistence
 from flaxfit.model._streams import in_order, known_length, training_stream
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import Data, PyTree
+from flaxfit.state import Checkpoint
+from flaxfit.tree import Data, PyTree, whole_number
 
 
 class Evaluation(Persistence):

@@ -9,17 +9,15 @@ from flaxfit.data import ArrayStream, as_stream
 from flaxfit.data._batch import normalize
 from flaxfit.data._fit_arguments import prepare
 from flaxfit.data._libraries import is_hugging_face, regular_size
-from flaxfit.display import _html, count
-from flaxfit.display._tracebacks import short_errors
-from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.display import count, html, short_errors
+from flaxfit.loop import TrainLoop
 from flaxfit.model._evaluation import Evaluation
 from flaxfit.model._find_batch_size import find_batch_size
 from flaxfit.model._find_lr import LearningRateRange, check_range, find_lr
 from flaxfit.model._trainer import Trainer
-from flaxfit.step._cost import cost_of
-from flaxfit.task._repr import describe_loss
-from flaxfit.tree._shapes import shapes_of
-from flaxfit.tree._types import Data, PyTree
+from flaxfit.step import cost_of
+from flaxfit.task import describe_loss
+from flaxfit.tree import Data, PyTree, shapes_of
 
 
 class Examination(Evaluation):
@@ -142,12 +140,12 @@ class Examination(Evaluation):
             parts.append(f"metrics=[{', '.join(measured.metrics)}]")
         parts.append(f"step={trainer.step}")
         if trainer.has_weights:
-            parts.append(f"{count(_html.n_numbers(trainer.state_in_place.params))} params")
+            parts.append(f"{count(html.n_numbers(trainer.state_in_place.params))} params")
         return f"Model({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
         trainer = self._trainer
-        return _html.of_model(
+        return html.of_model(
             trainer.name,
             trainer.state_in_place if trainer.has_weights else None,
             step=trainer.step,

@@ -1,7 +1,7 @@
 """The function of a model that is exported."""
 
-from flaxfit.task._task import EvalTask
-from flaxfit.tree._types import ApplyFn
+from flaxfit.task import EvalTask
+from flaxfit.tree import ApplyFn
 
 
 def apply_to_export(task: EvalTask) -> ApplyFn:

@@ -2,7 +2,7 @@
 
 import jax
 
-from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.loop import TrainLoop
 
 _USABLE = 0.9
 """The usable part of a device's memory; prefetched batches and fragmentation take the rest."""

@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from flaxfit.display import _html
-from flaxfit.display._chart import sparkline, svg_chart
-from flaxfit.display._pyplot import pyplot
-from flaxfit.loop._train_loop import EndOfData, TrainLoop
+from flaxfit.display import html, pyplot, sparkline, svg_chart
+from flaxfit.loop import EndOfData, TrainLoop
 from flaxfit.optim._hyperparams import learning_rates
 
 _SMOOTHING = 0.9
@@ -46,7 +44,7 @@ class LearningRateRange:
         chart = svg_chart("log10 of the rate", {"loss": self.losses}, np.log10(self.rates).tolist())
         title = f"suggested learning rate: {self.suggestion:.4g}"
         facts = f"{len(self.rates)} rates from {self.rates[0]:.4g} to {self.rates[-1]:.4g}"
-        return _html.card(title, [facts], f"<div>{chart}</div>")
+        return html.card(title, [facts], f"<div>{chart}</div>")
 
     def plot(self) -> Any:
         """Draws the loss over the rate with the suggestion; returns the matplotlib axes."""

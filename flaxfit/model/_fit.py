@@ -15,20 +15,15 @@ from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import DataStream
-from flaxfit.display._tracebacks import show_one_line
-from flaxfit.loop._access import by_one_thread
-from flaxfit.loop._callback_list import as_tuple, unfreezes
-from flaxfit.loop._eval_loop import EvalLoop
-from flaxfit.loop._train_loop import EndOfData, TrainLoop
+from flaxfit.display import show_one_line
+from flaxfit.loop import EndOfData, EvalLoop, TrainLoop, as_tuple, by_one_thread, unfreezes
 from flaxfit.model._export import apply_to_export
 from flaxfit.model._resume import RunFolder, finish, guards
 from flaxfit.model._streams import known_length, length_of, prefetched, training_stream
 from flaxfit.model._trainer import Trainer
 from flaxfit.model._validation import Validation, epochs_of, validation_of
-from flaxfit.state._fit_call import FitCall
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._functions import order_of
-from flaxfit.tree._types import Data
+from flaxfit.state import FitCall
+from flaxfit.tree import Data, order_of, whole_number
 
 
 def check_arguments(

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from flaxfit import display
 from flaxfit.modules._switch import handle_of
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Function, Variables
+from flaxfit.tree import Function, Variables, flat
 
 _OWNERS: weakref.WeakValueDictionary[int, "Instance"] = weakref.WeakValueDictionary()
 """By the `id` of an NNX instance, the `Instance` of the latest model made of it."""

@@ -10,9 +10,8 @@ from flaxfit import checkpoints
 from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.data._fit_arguments import prepare
-from flaxfit.display._tracebacks import short_errors
-from flaxfit.loop._compilation_cache import use_compilation_cache
-from flaxfit.loop._default_strategy import strategy_for
+from flaxfit.display import short_errors
+from flaxfit.loop import strategy_for, use_compilation_cache
 from flaxfit.metrics import Metric
 from flaxfit.model._examination import Examination
 from flaxfit.model._fit import check_arguments, fit
@@ -20,7 +19,7 @@ from flaxfit.model._other_names import AnswersOtherNames
 from flaxfit.model._tasks import make_recipe
 from flaxfit.model._trainer import Trainer
 from flaxfit.strategies import Strategy
-from flaxfit.tree._types import Data, PyTree
+from flaxfit.tree import Data, PyTree
 
 
 class Model(Examination, AnswersOtherNames):

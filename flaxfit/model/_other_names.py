@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from flaxfit.display._tracebacks import short_errors
-from flaxfit.loop._callback_list import hook_of
-from flaxfit.task._task import TrainTask
+from flaxfit.display import short_errors
+from flaxfit.loop import hook_of
+from flaxfit.task import TrainTask
 
 _WEIGHTS = (
     "the parameters are model.state.params, other variables model.state.model_state, and "

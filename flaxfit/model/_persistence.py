@@ -10,16 +10,15 @@ import numpy as np
 
 from flaxfit import checkpoints
 from flaxfit.callbacks._history import History
-from flaxfit.display._tracebacks import short_errors
-from flaxfit.loop._consistency import Consistency
+from flaxfit.display import short_errors
+from flaxfit.loop import Consistency
 from flaxfit.model._export import apply_to_export
 from flaxfit.model._programs import Programs
 from flaxfit.modules._patterns import as_patterns
-from flaxfit.state._train_state import TrainState
+from flaxfit.state import TrainState
 from flaxfit.strategies import Strategy
-from flaxfit.task._task import module_with
-from flaxfit.tree._put import put_like
-from flaxfit.tree._types import ArrayLike, Params, PyTree
+from flaxfit.task import module_with
+from flaxfit.tree import ArrayLike, Params, PyTree, put_like
 
 
 class Persistence(Programs):

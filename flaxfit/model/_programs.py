@@ -1,10 +1,9 @@
 """Programs: the tasks and loops of a model, and how they follow changes of its NNX instance."""
 
-from flaxfit.loop._eval_loop import EvalLoop
-from flaxfit.loop._predictor import Predictor
+from flaxfit.loop import EvalLoop, Predictor
 from flaxfit.model._tasks import Recipe
 from flaxfit.model._trainer import Trainer
-from flaxfit.task._task import EvalTask
+from flaxfit.task import EvalTask
 
 
 class Programs:

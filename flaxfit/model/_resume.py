@@ -14,9 +14,9 @@ from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, list_steps
 from flaxfit.checkpoints._retention import newest_history
-from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.loop import TrainLoop
 from flaxfit.model._trainer import Trainer
-from flaxfit.tree._functions import owner_of
+from flaxfit.tree import owner_of
 
 
 def finish(

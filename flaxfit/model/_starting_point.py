@@ -13,24 +13,16 @@ from flaxfit import checkpoints
 from flaxfit.checkpoints._compare import check_fits
 from flaxfit.checkpoints._tree import descriptions, leaves_of, unflatten
 from flaxfit.display import say
-from flaxfit.loop._consistency import agreed_shardings
-from flaxfit.loop._default_strategy import eagerly
-from flaxfit.loop._initial_state import read_for
-from flaxfit.loop._placed_companions import PlacedCompanions
-from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.loop import PlacedCompanions, TrainLoop, agreed_shardings, eagerly, read_for
 from flaxfit.model._weights import Load, WarmStart
 from flaxfit.optim._extended import continued_state
 from flaxfit.optim._generations import Late, from_json
 from flaxfit.optim._plain_rate import matched
-from flaxfit.state._train_state import TrainState, with_opt_state
-from flaxfit.step._init_state import init_state
+from flaxfit.state import TrainState, with_opt_state
+from flaxfit.step import init_state
 from flaxfit.strategies import Strategy
-from flaxfit.task._companions import are_same
-from flaxfit.task._frozen import with_late
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._context_mesh import without_mesh
-from flaxfit.tree._shapes import shapes_of
-from flaxfit.tree._types import InitFn, PyTree
+from flaxfit.task import TrainTask, are_same, with_late
+from flaxfit.tree import InitFn, PyTree, shapes_of, without_mesh
 
 
 @dataclasses.dataclass(frozen=True)

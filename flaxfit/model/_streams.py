@@ -15,8 +15,8 @@ from flaxfit.data._libraries import is_hugging_face, regular_size
 from flaxfit.data._roles import NO_ROLES
 from flaxfit.data._stream import is_read_once, pass_length
 from flaxfit.display import say
-from flaxfit.loop._local_rows import knows_rows
-from flaxfit.tree._types import Data, PyTree
+from flaxfit.loop import knows_rows
+from flaxfit.tree import Data, PyTree
 
 
 def training_stream(

@@ -11,11 +11,8 @@ from flax.core.scope import in_filter
 from flaxfit import modules
 from flaxfit.display import say
 from flaxfit.modules import ModelFunctions
-from flaxfit.task._multi_output import as_loss
-from flaxfit.task._output_metrics import as_metrics
-from flaxfit.task._signatures import objective_in_evaluation
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._types import Array, PyTree
+from flaxfit.task import EvalTask, TrainTask, as_loss, as_metrics, objective_in_evaluation
+from flaxfit.tree import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,21 +14,16 @@ from flaxfit.checkpoints._reader import nothing_in
 from flaxfit.data import DataStream, as_stream, one_pass
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._stream import is_shared
-from flaxfit.loop._access import by_one_thread, check_thread
-from flaxfit.loop._callback_list import CallbackList
-from flaxfit.loop._ownership import copier
-from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.loop import CallbackList, TrainLoop, by_one_thread, check_thread, copier
 from flaxfit.model._instance import Instance
 from flaxfit.model._starting_point import Init, StartingPoint
 from flaxfit.model._weights import open_weights, state_alone
 from flaxfit.optim._extended import late_of
 from flaxfit.optim._freeze import check_patterns
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._train_state import TrainState
+from flaxfit.state import Checkpoint, TrainState
 from flaxfit.strategies import Strategy
-from flaxfit.task._frozen import frozen_as, frozen_facts, with_late
-from flaxfit.task._task import TrainTask, averaged_by
-from flaxfit.tree._types import Data, InitFn, PyTree, Variables
+from flaxfit.task import TrainTask, averaged_by, frozen_as, frozen_facts, with_late
+from flaxfit.tree import Data, InitFn, PyTree, Variables
 
 _EXAMPLES = {"optimizer": "optax.adam(1e-3)", "loss": "'mse'"}
 

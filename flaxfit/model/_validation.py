@@ -7,13 +7,10 @@ from typing import Any
 
 from flaxfit.data._libraries import is_hugging_face
 from flaxfit.data._stream import is_read_once
-from flaxfit.loop._eval_loop import EvalLoop
-from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.loop import EvalLoop, TrainLoop
 from flaxfit.model._streams import in_order, known_length
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._train_state import TrainState
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import Data, Json, PyTree
+from flaxfit.state import Checkpoint, TrainState
+from flaxfit.tree import Data, Json, PyTree, whole_number
 
 Epochs = Callable[[int], bool]
 """Whether an epoch, counted from 1, is among some."""

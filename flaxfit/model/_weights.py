@@ -15,9 +15,8 @@ from flaxfit import checkpoints
 from flaxfit.checkpoints._tree import is_key
 from flaxfit.optim._averaged import averaged, has_average
 from flaxfit.optim._freeze import check_matches, merge
-from flaxfit.state._train_state import TrainState
-from flaxfit.tree._paths import flat, path_of
-from flaxfit.tree._types import ArrayLike, InitFn, PyTree, Rngs, Variables
+from flaxfit.state import TrainState
+from flaxfit.tree import ArrayLike, InitFn, PyTree, Rngs, Variables, flat, path_of
 
 Load = Callable[[PyTree], PyTree]
 """Puts weights into variables, or into a state."""

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flaxfit.tree._functions import parameters
-from flaxfit.tree._types import Function
+from flaxfit.tree import Function, parameters
 
 _IN_TRAINING = {
     "train": True,

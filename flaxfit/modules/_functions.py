@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax.core.scope import CollectionFilter, in_filter
 
 from flaxfit.modules._handle import attached, with_handle
-from flaxfit.tree._types import Function, Params, PyTree, Rngs, Variables
+from flaxfit.tree import Function, Params, PyTree, Rngs, Variables
 
 WRITTEN = "written_params"
 """The collection of the parameters that a call of the model has written, by path."""

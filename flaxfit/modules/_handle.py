@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from flax import linen as nn
 
-from flaxfit.tree._types import Function, Variables
+from flaxfit.tree import Function, Variables
 
 _NAME = "_flaxfit_module"
 

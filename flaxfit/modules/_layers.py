@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import linen as nn
 
-from flaxfit.tree._shapes import shapes_of
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree, shapes_of
 
 
 class Layer(NamedTuple):

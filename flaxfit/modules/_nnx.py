@@ -19,8 +19,7 @@ from flaxfit.modules._flags import (
 from flaxfit.modules._functions import WRITTEN, GivenInit, ModelFunctions, Names, check_losses
 from flaxfit.modules._handle import ModuleHandle, with_handle
 from flaxfit.modules._nnx_factory import abstract_of, make
-from flaxfit.tree._functions import parameters
-from flaxfit.tree._types import Function, PyTree, Rngs, Variables
+from flaxfit.tree import Function, PyTree, Rngs, Variables, parameters
 
 
 def from_nnx(

@@ -15,8 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from flaxfit.modules import _nnx_state as states
 from flaxfit.modules._nnx_attributes import divider
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree, flat
 
 _ABSENT = object()
 _OF_NNX = ("_pytree__nodes", "_pytree__state")

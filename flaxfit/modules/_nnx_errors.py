@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from flaxfit.tree._types import PyTree
+from flaxfit.tree import PyTree
 
 _MISFIT = (
     "dot_general requires|conv_general_dilated|[Ii]ncompatible (shapes|input dim)"

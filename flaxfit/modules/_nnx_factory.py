@@ -5,8 +5,7 @@ import inspect
 import sys
 from typing import Any
 
-from flaxfit.tree._functions import parameters
-from flaxfit.tree._types import Function, Rngs
+from flaxfit.tree import Function, Rngs, parameters
 
 
 def is_nnx(model: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from flaxfit.tree._functions import parameters
+from flaxfit.tree import parameters
 
 
 def viewed(module: Any, modes: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from flaxfit.tree._types import PyTree
+from flaxfit.tree import PyTree
 
 
 class SplitOptimizer(NamedTuple):

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.interpreters import partial_eval
 
 from flaxfit.modules._functions import Names
-from flaxfit.tree._types import Function, PyTree, Rngs, Variables
+from flaxfit.tree import Function, PyTree, Rngs, Variables
 
 # Written by each call, hence not part of the model.
 _TRANSIENT = ("intermediates", "losses")

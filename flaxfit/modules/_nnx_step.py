@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from flaxfit.modules._nnx import from_nnx, update_nnx
-from flaxfit.tree._functions import parameters
-from flaxfit.tree._types import Function, PyTree, Sums
+from flaxfit.tree import Function, PyTree, Sums, parameters
 
 
 def nnx_step(function: Function, **objects: Any) -> "NNXStep":

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from flaxfit.modules._switch import handle_of
-from flaxfit.tree._selection import Selection
+from flaxfit.tree import Selection
 
 
 def as_patterns(

@@ -10,10 +10,7 @@ from flax import linen as nn
 from flaxfit.data._batch import call
 from flaxfit.modules._layers import Layer, layers_of
 from flaxfit.modules._switch import functions_of
-from flaxfit.tree._paths import flat, match
-from flaxfit.tree._shapes import shapes_of
-from flaxfit.tree._single_replica import single_replica_of_any_axis
-from flaxfit.tree._types import PyTree, Variables
+from flaxfit.tree import PyTree, Variables, flat, match, shapes_of, single_replica_of_any_axis
 
 _WIDTH, _GAP = 80, "  "
 _LONGEST_SHAPE = 30

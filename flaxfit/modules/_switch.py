@@ -17,9 +17,7 @@ from flaxfit.modules._functions import ModelFunctions, Names, with_losses
 from flaxfit.modules._handle import ModuleHandle, attached, is_module, with_handle
 from flaxfit.modules._nnx import from_nnx
 from flaxfit.modules._nnx_factory import is_factory, is_nnx
-from flaxfit.tree._checks import check_is_function
-from flaxfit.tree._functions import parameters
-from flaxfit.tree._types import Function, PyTree, Variables
+from flaxfit.tree import Function, PyTree, Variables, check_is_function, parameters
 
 
 def train_and_eval(module: Any, *, losses: Names = ()) -> tuple[ModelFunctions, ModelFunctions]:

@@ -8,8 +8,7 @@ import jax
 import optax
 
 from flaxfit.optim._freeze import merge
-from flaxfit.tree._functions import parameters
-from flaxfit.tree._types import Function, OptState, Params, PyTree
+from flaxfit.tree import Function, OptState, Params, PyTree, parameters
 
 OPTAX_ARGUMENTS = frozenset(("grad", "grad_fn", "obj_fn", "value", "value_fn"))
 """Arguments of an update that transformations of Optax take, and are not hyperparameters."""

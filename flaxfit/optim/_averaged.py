@@ -8,8 +8,7 @@ import numpy as np
 import optax
 
 from flaxfit.optim._freeze import carry_over
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
+from flaxfit.tree import ArrayLike, OptState, Params, PyTree, flat
 
 # A state that is restored without a target lacks what holds no arrays.
 _FIELDS = {*optax.contrib.ScheduleFreeState._fields} - {"base_optimizer_state"}

@@ -18,7 +18,7 @@ from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._hyperparams import check_known, check_number
 from flaxfit.optim._optimizer import Adjustable, Optimizer
 from flaxfit.optim._overridable import Overridable, as_float
-from flaxfit.tree._types import Array, ArrayLike, Function, OptState, Params, PyTree
+from flaxfit.tree import Array, ArrayLike, Function, OptState, Params, PyTree
 
 
 class OptimizerDef(Adjustable):

@@ -10,7 +10,7 @@ import optax
 
 from flaxfit.optim._arguments import OPTAX_ARGUMENTS, holds, parameters_of, takes_any
 from flaxfit.optim._optimizer import Adjustable
-from flaxfit.tree._types import OptState, PyTree
+from flaxfit.tree import OptState, PyTree
 
 # Both would train with mean gradients, and to other parameters, where shapes happen to allow it.
 _UNSUPPORTED = {

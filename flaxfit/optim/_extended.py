@@ -14,7 +14,7 @@ from flaxfit.optim._freeze import carry_over, check_patterns, mask, merge
 from flaxfit.optim._generations import Late, late_after, update_each
 from flaxfit.optim._hyperparams import with_hyperparams_of
 from flaxfit.optim._spikes import Recent, no_recent
-from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
+from flaxfit.tree import ArrayLike, OptState, Params, PyTree
 
 
 class ExtendedState(NamedTuple):

@@ -7,9 +7,7 @@ from typing import Protocol, runtime_checkable
 import jax
 
 from flaxfit.optim._freeze import is_masked, listing
-from flaxfit.tree._paths import path_of
-from flaxfit.tree._selection import is_nnx_filter
-from flaxfit.tree._types import ArrayLike, Params, PyTree
+from flaxfit.tree import ArrayLike, Params, PyTree, is_nnx_filter, path_of
 
 
 @runtime_checkable

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import jax
 import optax
 
-from flaxfit.tree._paths import flat, label
-from flaxfit.tree._selection import label_of
-from flaxfit.tree._types import Params, PyTree
+from flaxfit.tree import Params, PyTree, flat, label, label_of
 
 
 def mask(tree: PyTree, patterns: Sequence[str]) -> PyTree:

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from flaxfit.optim._freeze import is_masked
-from flaxfit.tree._paths import flat, path_of, sections
-from flaxfit.tree._types import Json, OptState, Params, PyTree
+from flaxfit.tree import Json, OptState, Params, PyTree, flat, path_of, sections
 
 _COUNTS = ("count", "t")
 """The names that optax gives to the number of updates of a moment."""

@@ -12,8 +12,7 @@ from flaxfit.optim._arguments import OPTAX_ARGUMENTS, of_selected, selected, wit
 from flaxfit.optim._filters import Filter, assign, group_name
 from flaxfit.optim._hyperparams import GroupsState, check_known, group_named, names_of
 from flaxfit.optim._optimizer import Adjustable
-from flaxfit.tree._selection import Selection, is_nnx_filter
-from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
+from flaxfit.tree import ArrayLike, OptState, Params, PyTree, Selection, is_nnx_filter
 
 
 class MultiOptimizer(Adjustable):

@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 
 from flaxfit.optim._overridable import OverrideState
-from flaxfit.tree._types import ArrayLike, Function, OptState, PyTree
+from flaxfit.tree import ArrayLike, Function, OptState, PyTree
 
 
 class GroupsState(NamedTuple):

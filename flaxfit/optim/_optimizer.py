@@ -11,8 +11,7 @@ from flax import struct
 
 from flaxfit.optim._arguments import OPTAX_ARGUMENTS
 from flaxfit.optim._hyperparams import check_known, group_named
-from flaxfit.tree._plain import as_plain, restore
-from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
+from flaxfit.tree import ArrayLike, OptState, Params, PyTree, as_plain, restore
 
 
 class Optimizer(struct.PyTreeNode):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.tree import ArrayLike, Function, PyTree
 
 
 class OverrideState(NamedTuple):

@@ -14,7 +14,7 @@ from flaxfit.optim._definition import OptimizerDef
 from flaxfit.optim._extended import ExtendedOptimizer, ExtendedState
 from flaxfit.optim._hyperparams import is_injected
 from flaxfit.optim._overridable import as_float
-from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
+from flaxfit.tree import ArrayLike, OptState, Params, PyTree
 
 
 def plain_rate(optimizer: Any) -> float | None:

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from flaxfit.state._train_state import TrainState
-from flaxfit.tree._functions import owner_of
-from flaxfit.tree._types import Function, Json, PyTree
+from flaxfit.tree import Function, Json, PyTree, owner_of
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(TrainState))
 _SHOWS_ONLY = re.compile(r"ProgressBar(-\d+)?")

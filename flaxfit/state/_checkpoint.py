@@ -6,9 +6,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from flaxfit.display import _html, count, duration, is_scalar, number, plural, rate
+from flaxfit.display import count, duration, html, is_scalar, number, plural, rate
 from flaxfit.state._train_state import TrainState
-from flaxfit.tree._types import Json, OptState, Params, PyTree
+from flaxfit.tree import Json, OptState, Params, PyTree
 
 
 class Borrowed:
@@ -198,7 +198,7 @@ class Checkpoint:
         if self.elapsed_time and self.n_completed_steps:
             parts.append(rate(self.n_completed_steps / self.elapsed_time))
         if (state := self._state_if_readable()) is not None:
-            parts.append(f"{count(_html.n_numbers(state.params))} params")
+            parts.append(f"{count(html.n_numbers(state.params))} params")
         return f"Checkpoint({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
@@ -211,11 +211,11 @@ class Checkpoint:
         if self.step == self.n_completed_steps == 1:
             facts.append("first_checkpoint=1: one step is trained before the first period")
         rows = [[name, number(value)] for name, value in self.scalars.items()]
-        parts = [_html.table(rows)] if rows else []
+        parts = [html.table(rows)] if rows else []
         if (state := self._state_if_readable()) is not None:
-            facts.append(f"{count(_html.n_numbers(state.params))} params")
-            parts.append(_html.arrays("params", state.params, state.axes))
-        return _html.card(f"Checkpoint at step {count(self.step)}", facts, *parts)
+            facts.append(f"{count(html.n_numbers(state.params))} params")
+            parts.append(html.arrays("params", state.params, state.axes))
+        return html.card(f"Checkpoint at step {count(self.step)}", facts, *parts)
 
 
 def _borrowable(name: str) -> property:

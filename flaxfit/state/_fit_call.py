@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from flaxfit.tree._types import ApplyFn
+from flaxfit.tree import ApplyFn
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from flaxfit.display import _html, count
+from flaxfit.display import count, html
 from flaxfit.state import _logical_axes
-from flaxfit.tree import _plain
-from flaxfit.tree._types import ArrayLike, Json, Params, PyTree
+from flaxfit.tree import ArrayLike, Json, Params, PyTree, plain
 
 # `self: PyTree`, as the subclasses add the fields `model_state` and `axes`: not here, since the
 # state of the optimizer comes before them.
@@ -67,7 +66,7 @@ class State(struct.PyTreeNode, repr=False):
         >>> InferenceState.create({"params": {"w": 1.0}}).replace(step=3).state_dict()
         {'target': {'w': 1.0}, 'state': {'step': 3}}
         """
-        return _plain.state_dict(self)
+        return plain.state_dict(self)
 
     def restore_state(self, state_dict: Mapping[str, Json]) -> Self:
         """Replaces the arrays by those of a `state_dict`; the key and the axes stay.
@@ -80,7 +79,7 @@ class State(struct.PyTreeNode, repr=False):
         Raises:
           ValueError: every difference in structure, shape or dtype.
         """
-        return _plain.restore_state(self, state_dict)
+        return plain.restore_state(self, state_dict)
 
     def replace_params(self, params: Params) -> Self:
         """Returns a copy with other parameters.
@@ -107,13 +106,13 @@ class State(struct.PyTreeNode, repr=False):
         return self.replace(model_state=flax_mutables)
 
     def __repr__(self) -> str:
-        step = _html.step_of(self)
+        step = html.step_of(self)
         at = "" if step is None else f"step={step}, "
-        return f"{type(self).__name__}({at}{count(_html.n_numbers(self.params))} params)"
+        return f"{type(self).__name__}({at}{count(html.n_numbers(self.params))} params)"
 
     def _repr_html_(self) -> str:
         """The step, the sizes and the arrays as a notebook shows them."""
-        return _html.of_state(self)
+        return html.of_state(self)
 
 
 class InferenceState(State, repr=False):

@@ -7,8 +7,7 @@ import numpy as np
 from flax.core import FrozenDict, meta
 from jax.sharding import PartitionSpec
 
-from flaxfit.tree._paths import flat, path_of
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree import ArrayLike, PyTree, flat, path_of
 
 Axes = FrozenDict[str, PartitionSpec]
 """The names of the arrays of a state by path, as in "params/Dense_0/kernel". It is hashable."""

@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
 from flaxfit.state._logical_axes import Axes, unnamed
-from flaxfit.tree._paths import path_of, sections
-from flaxfit.tree._types import OptState, Params, PyTree
+from flaxfit.tree import OptState, Params, PyTree, path_of, sections
 
 Shape = tuple[int, ...]
 Names = tuple[str | tuple[str, ...] | None, ...]

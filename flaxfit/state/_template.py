@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from flaxfit.state._train_state import TrainState
-from flaxfit.tree._types import Json
+from flaxfit.tree import Json
 
 
 @dataclasses.dataclass(frozen=True)

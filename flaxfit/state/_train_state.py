@@ -14,7 +14,7 @@ from flaxfit.optim._hyperparams import group_named
 from flaxfit.state import _logical_axes
 from flaxfit.state._inference_state import InferenceState, State
 from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
-from flaxfit.tree._types import ArrayLike, OptState, PyTree, Transformation
+from flaxfit.tree import ArrayLike, OptState, PyTree, Transformation
 
 
 class TrainState(State, repr=False):

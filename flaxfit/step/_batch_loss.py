@@ -13,14 +13,16 @@ from flaxfit.data._sample_weights import without_idle_rows
 from flaxfit.losses._checks import in_range
 from flaxfit.step._jaxpr import names_axis
 from flaxfit.step._replicas import AnyReplicas, VirtualReplicas
-from flaxfit.task._multi_output import LossByOutput, weight_of
-from flaxfit.task._no_loss import no_loss
-from flaxfit.task._output_metrics import is_loss_of_output
-from flaxfit.task._precision import in_float32
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._functions import is_by_row
-from flaxfit.tree._types import Function, PyTree
-from flaxfit.tree._weights import beside
+from flaxfit.task import (
+    EvalTask,
+    LossByOutput,
+    TrainTask,
+    in_float32,
+    is_loss_of_output,
+    no_loss,
+    weight_of,
+)
+from flaxfit.tree import Function, PyTree, beside, is_by_row
 
 Outputs = tuple[PyTree, ...]
 

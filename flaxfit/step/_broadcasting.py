@@ -6,7 +6,7 @@ import numpy as np
 
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.step._trial import Pass, try_halves, try_rows, with_other_rows
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree
 
 # Two sizes that no other dimension has: rows that are compared one by one must agree in number.
 _NUMBERS = _N_OUTPUTS, _N_TARGETS = 10007, 10009

@@ -8,11 +8,9 @@ import jax
 import numpy as np
 from flax.errors import FlaxError, InvalidRngError
 
-from flaxfit.state._inference_state import InferenceState
-from flaxfit.task._companions import Companion
-from flaxfit.task._precision import in_float32, in_precision
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.state import InferenceState
+from flaxfit.task import Companion, EvalTask, TrainTask, in_float32, in_precision
+from flaxfit.tree import ArrayLike, Function, PyTree
 
 Task = TypeVar("Task", bound=TrainTask | EvalTask)
 States = Mapping[str, InferenceState]

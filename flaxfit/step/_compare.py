@@ -12,17 +12,20 @@ from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.step._batch_loss import LossResult, loss_of
 from flaxfit.step._model_call import as_outputs
 from flaxfit.step._replicas import AnyReplicas
-from flaxfit.task._label_counts import count_weights, valid_weights
-from flaxfit.task._multi_output import (
+from flaxfit.task import (
+    EvalTask,
     LossByOutput,
+    MetricOfOutput,
+    TrainTask,
+    check_own_weights_of_all,
+    count_weights,
+    for_all_outputs,
+    in_float32,
+    is_loss_of_output,
     labels_out_of_range,
+    valid_weights,
 )
-from flaxfit.task._one_for_all import check_own_weights_of_all, for_all_outputs
-from flaxfit.task._output_metrics import MetricOfOutput, is_loss_of_output
-from flaxfit.task._precision import in_float32
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._types import Function, PyTree, Sums
-from flaxfit.tree._weights import beside, joined_weights
+from flaxfit.tree import Function, PyTree, Sums, beside, joined_weights
 
 
 class ForwardPass(NamedTuple):

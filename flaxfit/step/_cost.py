@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from flaxfit.step._jaxpr import equations, parts_of
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree
 
 
 class StepCost(NamedTuple):

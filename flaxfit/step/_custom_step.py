@@ -5,8 +5,8 @@ from collections.abc import Callable, Container, Mapping
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch
-from flaxfit.state._train_state import TrainState
-from flaxfit.tree._types import Function, PyTree, Sums
+from flaxfit.state import TrainState
+from flaxfit.tree import Function, PyTree, Sums
 
 
 def make_own_step(

@@ -11,7 +11,7 @@ from flaxfit.data._batch import Batch, n_examples
 from flaxfit.data._sample_weights import without_idle_targets
 from flaxfit.optim._averaged import like
 from flaxfit.optim._freeze import mask, merge
-from flaxfit.state._train_state import TrainState
+from flaxfit.state import TrainState
 from flaxfit.step._compare import weight_sums
 from flaxfit.step._gradient import (
     Gradient,
@@ -24,8 +24,8 @@ from flaxfit.step._gradient import (
 from flaxfit.step._random import step_key
 from flaxfit.step._replicas import AnyReplicas
 from flaxfit.step._whole_batch import weight_of_whole_loss, whole_batch_gradient
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._types import ArrayLike, Params, PyTree
+from flaxfit.task import TrainTask
+from flaxfit.tree import ArrayLike, Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,7 @@ from flax.errors import ScopeParamShapeError
 
 from flaxfit.data._batch import n_examples
 from flaxfit.display import count, plural, size
-from flaxfit.tree._jax_debugging import explain_debugging
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree, explain_debugging
 
 _PACKAGE = Path(__file__).parents[1]
 

@@ -7,9 +7,8 @@ from flaxfit.step._forward import forward_eval
 from flaxfit.step._model_call import as_outputs
 from flaxfit.step._random import eval_key, rngs_of
 from flaxfit.step._replicas import replicas_of
-from flaxfit.task._precision import in_precision
-from flaxfit.task._task import EvalTask
-from flaxfit.tree._types import ArrayLike, Function, PyTree, Sums
+from flaxfit.task import EvalTask, in_precision
+from flaxfit.tree import ArrayLike, Function, PyTree, Sums
 
 
 def make_eval_step(

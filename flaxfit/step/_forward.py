@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, call, n_examples
 from flaxfit.modules._switch import handle_of
-from flaxfit.state._train_state import TrainState
+from flaxfit.state import TrainState
 from flaxfit.step._compare import ForwardPass, compare
 from flaxfit.step._model_call import (
     apply_model,
@@ -20,12 +20,8 @@ from flaxfit.step._model_call import (
 from flaxfit.step._objective import objective_measured, objective_pass
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas, Replicas
-from flaxfit.task._no_loss import as_all_loss, with_penalty
-from flaxfit.task._output_metrics import with_names
-from flaxfit.task._precision import in_precision
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._functions import parameters
-from flaxfit.tree._types import PyTree
+from flaxfit.task import EvalTask, TrainTask, as_all_loss, in_precision, with_names, with_penalty
+from flaxfit.tree import PyTree, parameters
 
 _ALONE = Replicas(None)
 

@@ -10,13 +10,12 @@ from flaxfit.data._batch import Batch, n_examples
 from flaxfit.modules._functions import WRITTEN
 from flaxfit.optim._averaged import like
 from flaxfit.optim._freeze import mask, merge
-from flaxfit.state._train_state import TrainState
+from flaxfit.state import TrainState
 from flaxfit.step._compare import ForwardPass, weight_sums, weights_of
 from flaxfit.step._forward import forward
 from flaxfit.step._replicas import AnyReplicas
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Function, Params, PyTree, Sums
+from flaxfit.task import TrainTask
+from flaxfit.tree import Function, Params, PyTree, Sums, flat
 
 
 class Gradient(NamedTuple):

@@ -10,9 +10,8 @@ import optax
 
 from flaxfit import losses
 from flaxfit.data._batch import Batch
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Params, PyTree
+from flaxfit.task import EvalTask, TrainTask
+from flaxfit.tree import Params, PyTree, flat
 
 _LARGE = 1000
 _MOST_CHANNELS = 4  # Of images; more are the features of an earlier layer.

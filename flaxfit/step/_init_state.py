@@ -10,11 +10,9 @@ from jax.core import Tracer
 
 from flaxfit.data._batch import call
 from flaxfit.modules._switch import as_init
-from flaxfit.state._train_state import TrainState, as_key, at_start
+from flaxfit.state import TrainState, as_key, at_start
 from flaxfit.step._error_messages import calls_explained, tracers_explained
-from flaxfit.tree._put import put
-from flaxfit.tree._single_replica import single_replica_of_any_axis
-from flaxfit.tree._types import ArrayLike, Function, PyTree, Variables
+from flaxfit.tree import ArrayLike, Function, PyTree, Variables, put, single_replica_of_any_axis
 
 
 def init_state(

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.task._label_counts import check_counts
-from flaxfit.task._output_metrics import is_loss_of_output
-from flaxfit.tree._types import Array, ArrayLike, PyTree, Sums
+from flaxfit.task import check_counts, is_loss_of_output
+from flaxfit.tree import Array, ArrayLike, PyTree, Sums
 
 Totals: TypeAlias = dict[str, Array]
 """By dtype, an array `(2, n)`: the sums of that dtype, and what rounding has cut off of each."""

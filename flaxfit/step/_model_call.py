@@ -11,11 +11,8 @@ from flaxfit.data._batch import Batch, call
 from flaxfit.modules._functions import WRITTEN
 from flaxfit.optim._averaged import like
 from flaxfit.optim._freeze import carry_over
-from flaxfit.task._output_metrics import with_names
-from flaxfit.task._precision import in_float32, in_precision
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._paths import flat, match
-from flaxfit.tree._types import Function, Params, PyTree, Rngs
+from flaxfit.task import TrainTask, in_float32, in_precision, with_names
+from flaxfit.tree import Function, Params, PyTree, Rngs, flat, match
 
 
 def apply_model(

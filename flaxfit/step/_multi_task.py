@@ -12,13 +12,12 @@ from flaxfit.data import as_stream
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.data._stream import is_shared
-from flaxfit.state._train_state import TrainState
+from flaxfit.state import TrainState
 from flaxfit.step._compare import ForwardPass, weights_of
 from flaxfit.step._train_step import make_train_step, more_sums
 from flaxfit.step._validate import Traced, inspect
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._shapes import shapes_of
-from flaxfit.tree._types import ArrayLike, Json, PyTree, Sums
+from flaxfit.task import TrainTask
+from flaxfit.tree import ArrayLike, Json, PyTree, Sums, shapes_of
 
 
 def MultiTask(

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from flaxfit.data._batch import Batch, call, n_examples
 from flaxfit.optim._averaged import like
 from flaxfit.optim._freeze import merge
-from flaxfit.state._train_state import TrainState
+from flaxfit.state import TrainState
 from flaxfit.step._batch_loss import LossResult
 from flaxfit.step._companions import functions_of
 from flaxfit.step._compare import ForwardPass, compare, sums_of_loss, weights_of
@@ -19,13 +19,16 @@ from flaxfit.step._model_call import apply_model, not_added, sum_of_penalties, u
 from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas
-from flaxfit.task._label_counts import count_weights, valid_weights
-from flaxfit.task._options import check_names
-from flaxfit.task._precision import in_float32
-from flaxfit.task._signatures import takes_ema
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._types import Function, Params, PyTree, Rngs, Sums
-from flaxfit.tree._weights import beside, fits, joined_weights
+from flaxfit.task import (
+    EvalTask,
+    TrainTask,
+    check_names,
+    count_weights,
+    in_float32,
+    takes_ema,
+    valid_weights,
+)
+from flaxfit.tree import Function, Params, PyTree, Rngs, Sums, beside, fits, joined_weights
 
 _Found = tuple[PyTree, Mapping[str, PyTree], PyTree]
 """Outputs, updates of collections, and the collections with these."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.step._jaxpr import depends_on
-from flaxfit.tree._types import Array, Function, PyTree
+from flaxfit.tree import Array, Function, PyTree
 
 
 def check_own_weights(owner: str, function: Function, outputs: PyTree, targets: PyTree) -> None:

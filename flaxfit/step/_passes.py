@@ -18,11 +18,8 @@ from flaxfit.step._jaxpr import holds, names_axis
 from flaxfit.step._model_call import with_updates
 from flaxfit.step._rows_apart import FREE, Kind, OtherProgram, kinds_of_results
 from flaxfit.step._trial import Pass
-from flaxfit.task._precision import in_float32
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._shapes import shapes_of
-from flaxfit.tree._single_replica import unbound_axis
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.task import EvalTask, TrainTask, in_float32
+from flaxfit.tree import Function, PyTree, shapes_of, unbound_axis
 
 MODEL, OBJECTIVE = "The model", "The objective"
 _DRAWS = "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"

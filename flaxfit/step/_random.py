@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from flaxfit.tree._types import ArrayLike, PyTree, Rngs
+from flaxfit.tree import ArrayLike, PyTree, Rngs
 
 # Added to the position of a batch: the parts of a training step are numbered from 0.
 _EVALUATION = 2**31

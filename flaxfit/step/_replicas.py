@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.step._metric_totals import pack, unpack
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.tree import ArrayLike, Function, PyTree
 
 
 class Replicas:

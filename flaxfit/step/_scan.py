@@ -8,8 +8,8 @@ from flaxfit.data._sample_weights import times
 from flaxfit.step import _metric_totals
 from flaxfit.step._custom_step import make_own_step
 from flaxfit.step._train_step import make_train_step
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.task import TrainTask
+from flaxfit.tree import Function, PyTree
 
 
 def make_step(task: TrainTask, **options: PyTree) -> Function:

@@ -13,17 +13,14 @@ from flaxfit.optim._arguments import with_arguments
 from flaxfit.optim._demands import demands_explained
 from flaxfit.optim._freeze import carry_over, mask, merge
 from flaxfit.optim._spikes import Recent, stands_out
-from flaxfit.state._train_state import TrainState
+from flaxfit.state import TrainState
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._divided_batch import DividedBatch, mean_of_sums
 from flaxfit.step._forward import returns_weights
 from flaxfit.step._gradient import hooked
 from flaxfit.step._replicas import replicas_of
-from flaxfit.task._no_loss import as_all_loss, with_penalty
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._paths import flat
-from flaxfit.tree._selection import label_of
-from flaxfit.tree._types import Function, Params, PyTree, Sums
+from flaxfit.task import TrainTask, as_all_loss, with_penalty
+from flaxfit.tree import Function, Params, PyTree, Sums, flat, label_of
 
 # Elements of an array that is joined with others to be summed in one operation.
 _SMALL = 2**16

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.data._batch import Batch, n_examples
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Array, PyTree
+from flaxfit.tree import Array, PyTree, flat
 
 _N_ROWS = 8
 """The examples of a trial: enough that halves of them have several."""

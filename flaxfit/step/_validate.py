@@ -22,21 +22,28 @@ from flaxfit.step._forward import forward, forward_eval
 from flaxfit.step._hints import check_classes, hints_of
 from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._own_weights import check_own_weights
-from flaxfit.task._multi_output import (
+from flaxfit.task import (
+    EvalTask,
+    TrainTask,
+    check_adds_loss,
     check_order,
     check_outputs,
     check_values,
+    for_all_outputs,
+    in_float32,
     targets_with_weights,
 )
-from flaxfit.task._no_loss import check_adds_loss
-from flaxfit.task._one_for_all import for_all_outputs
-from flaxfit.task._precision import in_float32
-from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._functions import runs_eagerly
-from flaxfit.tree._paths import flat
-from flaxfit.tree._shapes import shapes_of, structure_of
-from flaxfit.tree._types import Array, Function, PyTree, Sums
-from flaxfit.tree._weights import which_count
+from flaxfit.tree import (
+    Array,
+    Function,
+    PyTree,
+    Sums,
+    flat,
+    runs_eagerly,
+    shapes_of,
+    structure_of,
+    which_count,
+)
 
 _ACROSS = " If it is meant to look across the batch, set across='batch' in the task."
 

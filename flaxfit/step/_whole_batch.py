@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.optim._freeze import merge
-from flaxfit.state._train_state import TrainState
+from flaxfit.state import TrainState
 from flaxfit.step._compare import ForwardPass, compare
 from flaxfit.step._gradient import (
     Gradient,
@@ -34,9 +34,8 @@ from flaxfit.step._model_call import (
 )
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas
-from flaxfit.task._precision import in_float32
-from flaxfit.task._task import TrainTask
-from flaxfit.tree._types import Params, PyTree
+from flaxfit.task import TrainTask, in_float32
+from flaxfit.tree import Params, PyTree
 
 
 def whole_batch_gradient(

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from flaxfit.tree._jax_debugging import check_jit
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree import ArrayLike, PyTree, check_jit
 
 
 def can_call(arguments: tuple[PyTree, ...], options: Mapping[str, str] | None = None) -> bool:

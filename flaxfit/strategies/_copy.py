@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree
 
 
 def copied(tree: PyTree, sharding: jax.sharding.Sharding | None = None) -> PyTree:

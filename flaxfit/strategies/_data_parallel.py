@@ -15,7 +15,7 @@ from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices, local_devices
 from flaxfit.strategies._mapped import Implementation, by_axis, chosen, is_unsplit, mapped
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, without_axis
-from flaxfit.tree._types import Array, Device, Function, PyTree
+from flaxfit.tree import Array, Device, Function, PyTree
 
 # For several devices XLA eliminates common subexpressions once more, before it rearranges anything.
 # Without that pass the arithmetic of a replica is the same on one device and on several.

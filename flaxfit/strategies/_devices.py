@@ -5,7 +5,7 @@ from itertools import groupby
 
 import jax
 
-from flaxfit.tree._types import Device
+from flaxfit.tree import Device
 
 
 def given_devices(devices: Iterable[Device] | None) -> tuple[Device, ...]:

@@ -4,7 +4,7 @@ import jax
 
 from flaxfit.strategies._data_parallel import DataParallel
 from flaxfit.strategies._strategy import Strategy
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree
 
 
 class Eager:

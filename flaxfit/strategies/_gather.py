@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree import ArrayLike, PyTree
 
 
 def gather(tree: PyTree) -> PyTree:

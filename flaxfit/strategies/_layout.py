@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from flaxfit.strategies._specs import axes_of, n_parts
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import PyTree
+from flaxfit.tree import PyTree, flat
 
 
 class Placed(NamedTuple):

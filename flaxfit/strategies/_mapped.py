@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree
 
 Implementation: TypeAlias = Literal["pmap", "shard_map"]
 

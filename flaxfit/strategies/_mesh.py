@@ -9,8 +9,7 @@ from flax import linen as nn
 from flax.linen.module import InterceptorContext
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from flaxfit.tree._paths import Rules
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree, Rules
 
 
 def axis_sizes(mesh_shape: Mapping[str, int], n_devices: int) -> dict[str, int]:

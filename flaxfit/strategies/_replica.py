@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from flaxfit.tree._single_replica import single_replica, unbound_axis
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree, single_replica, unbound_axis
 
 REPLICA = "replica"
 

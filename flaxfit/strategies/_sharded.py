@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flaxfit.state._optimizer_axes import specs_by_parameter
+from flaxfit.state import specs_by_parameter
 from flaxfit.strategies._compilation import can_call
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices
@@ -19,9 +19,7 @@ from flaxfit.strategies._layout import Layout, layout
 from flaxfit.strategies._mesh import axis_sizes, fsdp_axis, within
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica
 from flaxfit.strategies._specs import STANDARD_RULES, MeshAxes, axes_of, state_specs
-from flaxfit.tree._paths import Rules, path_of
-from flaxfit.tree._put import put
-from flaxfit.tree._types import Array, Device, Function, PyTree
+from flaxfit.tree import Array, Device, Function, PyTree, Rules, path_of, put
 
 
 class Sharded:

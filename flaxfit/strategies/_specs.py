@@ -8,9 +8,8 @@ from typing import TypeAlias
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from flaxfit.state._optimizer_axes import specs_by_parameter
-from flaxfit.tree._paths import Rules, flat
-from flaxfit.tree._types import PyTree
+from flaxfit.state import specs_by_parameter
+from flaxfit.tree import PyTree, Rules, flat
 
 Axes: TypeAlias = str | tuple[str, ...] | None
 """The axes of the mesh that split a dimension."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from flaxfit.tree._types import Device, Function, PyTree
+from flaxfit.tree import Device, Function, PyTree
 
 
 class Strategy(Protocol):

@@ -11,9 +11,7 @@ from flax import linen as nn
 
 from flaxfit.modules._handle import is_module
 from flaxfit.modules._switch import as_apply, functions_of
-from flaxfit.tree._functions import parameters
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Function, Variables
+from flaxfit.tree import Function, Variables, flat, parameters
 
 _POSITIONAL = ("apply", "batch", "rngs")
 _RESERVED = (*_POSITIONAL, "ema")

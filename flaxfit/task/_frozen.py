@@ -12,8 +12,7 @@ from flaxfit.optim import _extended
 from flaxfit.optim._extended import late_of
 from flaxfit.optim._generations import Late, to_json
 from flaxfit.task._task import TrainTask
-from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Json, Params
+from flaxfit.tree import Json, Params, flat
 
 
 def with_late(task: TrainTask, late: Late) -> TrainTask:

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from flaxfit.display import plural
 from flaxfit.losses import Loss
 from flaxfit.losses._checks import labels_for, out_of_range
-from flaxfit.tree._types import PyTree, Sums
-from flaxfit.tree._weights import which_count
+from flaxfit.tree import PyTree, Sums, which_count
 
 _PREFIX = "labels out of range: "
 _WEIGHTS = "weights that are none"

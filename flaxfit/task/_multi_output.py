@@ -14,9 +14,16 @@ from flaxfit.data._batch import Batch
 from flaxfit.data._sample_weights import Placed, of_output, without_idle_rows
 from flaxfit.losses._checks import in_range
 from flaxfit.task._label_counts import count_labels, valid_weights
-from flaxfit.tree._dtypes import is_named
-from flaxfit.tree._types import Array, ArrayLike, PyTree, Sums
-from flaxfit.tree._weights import beside, joined_weights, which_count
+from flaxfit.tree import (
+    Array,
+    ArrayLike,
+    PyTree,
+    Sums,
+    beside,
+    is_named,
+    joined_weights,
+    which_count,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

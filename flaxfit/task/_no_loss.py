@@ -5,8 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from flaxfit.tree._functions import by_row
-from flaxfit.tree._types import Array, PyTree, Sums
+from flaxfit.tree import Array, PyTree, Sums, by_row
 
 
 @by_row

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flaxfit.data._batch import Batch
 from flaxfit.losses._names import is_loss
 from flaxfit.task._multi_output import LossByOutput, weight_of
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree import Function, PyTree
 
 Task = TypeVar("Task")
 

@@ -22,8 +22,7 @@ from flaxfit.task._no_loss import no_loss
 from flaxfit.task._output_metrics import as_metrics
 from flaxfit.task._precision import check_precision
 from flaxfit.task._signatures import check_call, takes_ema
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._selection import label_of
+from flaxfit.tree import label_of, whole_number
 
 
 def resolved(task: Any) -> dict[str, Any]:

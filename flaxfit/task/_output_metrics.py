@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from flaxfit import losses, metrics
 from flaxfit.metrics._metric import ratio
 from flaxfit.task._multi_output import LossByOutput, are_numbered
-from flaxfit.tree._dtypes import is_named
-from flaxfit.tree._types import Array, PyTree, Sums
+from flaxfit.tree import Array, PyTree, Sums, is_named
 
 
 def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric]:

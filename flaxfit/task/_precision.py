@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.tree import ArrayLike, Function, PyTree
 
 PRECISIONS = (None, "float32", "bfloat16", "float16")
 

@@ -9,7 +9,7 @@ import jax
 from flaxfit.data import ArrayStream
 from flaxfit.modules._switch import handle_of
 from flaxfit.optim._optimizer import Adjustable
-from flaxfit.tree._types import Data
+from flaxfit.tree import Data
 
 
 def describe(task: Any) -> str:

@@ -4,8 +4,7 @@ import functools
 import inspect
 from typing import Any
 
-from flaxfit.tree._functions import parameters
-from flaxfit.tree._types import Function
+from flaxfit.tree import Function, parameters
 
 
 def takes_ema(task: Any) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.data._roles import Names, Roles
-from flaxfit.display._tracebacks import short_errors
+from flaxfit.display import short_errors
 from flaxfit.modules._switch import as_apply, check_streams, handle_of, inputs_of
 from flaxfit.optim._averaged import averaged, has_average, has_ema
 from flaxfit.task._companions import as_companions
@@ -24,7 +24,7 @@ from flaxfit.task._options import (
 from flaxfit.task._output_metrics import as_metrics
 from flaxfit.task._precision import check_precision
 from flaxfit.task._repr import describe
-from flaxfit.tree._types import Data, Function, PyTree, Variables
+from flaxfit.tree import Data, Function, PyTree, Variables
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
