@@ -134,13 +134,24 @@ MAPS = Path("/proc/self/maps")
 ENOUGH_MAPS = 15_000
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forget_programs():
-    yield
+def forget_programs():
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > ENOUGH_MAPS:
         LOADED.clear()
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    yield
+    forget_programs()
+
+
+@pytest.fixture
+def few_programs():
+    """For a module with tests of very many programs, which forget them after each."""
+    yield
+    forget_programs()
 
 
 @pytest.fixture(autouse=True)

@@ -140,6 +140,7 @@ def program(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("seed", [*range(40), *map(thorough, range(40, 400))])
 def test_a_program_has_the_numbers_of_one_device_or_is_refused(seed):
     script, strategy, accumulate, may_refuse = program(seed)
