@@ -130,9 +130,9 @@ def test_internal_rooms_are_entered_by_their_doors(nodes):
         (name, other)
         for name, own in nodes.items()
         for node in own
-        if isinstance(node, ast.ImportFrom) and (other := node.module or "").count(".")
-        if (room := room_of(other)) in INTERNAL and room != room_of(name)
-        if other.count(".") > 1 or any(alias.name.startswith("_") for alias in node.names)
+        for other in imported_by([node])
+        if room_of(other) in INTERNAL and room_of(other) != room_of(name)
+        if other.count(".") > 1
     ]
     assert refused == []
 

@@ -109,7 +109,7 @@ class SaveOnSignal:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no loop to save: none yet, one that is gone, or closed by a thread."""
+        """Whether it has no loop to save: none, a dead one, or one that another thread closed."""
         return self._loop() is None or (self._ended.is_set() and bool(self._previous))
 
     def _listen(self) -> None:

@@ -21,8 +21,9 @@ _KIND = "a TensorFlow checkpoint"
 def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Opens a checkpoint that TensorFlow's savers wrote; needs `flaxfit[tensorflow]`.
 
-    Reads the index at once, and each array when it is accessed, verifying its checksum. Joins
-    partitioned variables. Leaves out text, such as the object graph of newer checkpoints.
+    Reads the index at once, and each array when it is accessed, one at a time, verifying its
+    checksum. Joins partitioned variables. Leaves out text, such as the object graph of newer
+    checkpoints.
 
     >>> load_tf_ckpt("no_such_folder/model.ckpt-1000")
     Traceback (most recent call last):
@@ -45,9 +46,15 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
             f"No TensorFlow checkpoint at {path}: expected a folder, or a prefix with files such "
             f"as {index.name} and {prefix.name}.data-00000-of-00001."
         )
+    if {*"*?["} & {*str(prefix)}:
+        raise UnreadableFile(
+            f"Cannot read {prefix}: TensorFlow takes *, ? and [ in a path for a pattern. Rename "
+            "the file or folder."
+        )
     tf = _import_tensorflow()
     with reading(index, _KIND, tf.errors.OpError):
-        reader = tf.train.load_checkpoint(str(prefix))
+        # `tf.train.load_checkpoint` would prefer a folder of the name of the prefix.
+        reader = tf.compat.v1.train.NewCheckpointReader(str(prefix))
         dtypes, lock = reader.get_variable_to_dtype_map(), threading.Lock()
 
         def read(name: str) -> np.ndarray:
@@ -100,7 +107,13 @@ def _prefix(path: Path) -> Path:
 def _lazy(
     read: Callable[[str], np.ndarray], prefix: Path, name: str, shape: Sequence[int], kind: Any
 ) -> LazyArray:
-    dtype = as_dtype(kind.name)
+    try:
+        dtype = as_dtype(kind.name)
+    except ValueError:
+        raise UnreadableFile(
+            f"Cannot read {prefix}.index: {name} has TensorFlow's dtype {kind.name}, which NumPy "
+            "lacks. Leave this variable out when writing the checkpoint."
+        ) from None
 
     def checked() -> np.ndarray:
         files = prefix.parent.glob(f"{prefix.name}.data-*-of-*")

@@ -15,19 +15,21 @@ def by_one_thread(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def alone(*arguments: P.args, **options: P.kwargs) -> T:
         owner = vars(arguments[0])
-        turn = owner.setdefault("_turn", threading.Lock())
+        turn = owner.setdefault("_turn", threading.RLock())
         if not turn.acquire(blocking=False):
-            if owner.get("_thread") == threading.get_ident():
-                raise RuntimeError(
-                    "This model or loop is training already, and calls you: train it further after "
-                    "that, by more epochs or steps, or train another model here."
-                )
             raise _busy("train another model in this one")
-        owner["_thread"] = threading.get_ident()
         try:
-            return function(*arguments, **options)
+            if owner.get("_thread") is not None:
+                raise RuntimeError(
+                    "This model or loop is already training, and this code runs within that call: "
+                    "let it return first, or train another model here."
+                )
+            try:
+                owner["_thread"] = threading.get_ident()
+                return function(*arguments, **options)
+            finally:
+                owner["_thread"] = None
         finally:
-            owner["_thread"] = None
             turn.release()
 
     return alone

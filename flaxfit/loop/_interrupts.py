@@ -15,7 +15,8 @@ class Interrupts(threading.local):
 
     The handler is replaced within a `with` over this, in the main thread only, and only if it is a
     Python function, so that `SIG_IGN` and foreign handlers stay in force. Each thread has its own:
-    an interrupt is the main thread's, whatever the others hold, and only it restores the handler.
+    an interrupt is the main thread's, whatever the others hold, and only that one restores the
+    handler.
     """
 
     def __init__(self) -> None:

@@ -69,8 +69,8 @@ def _passes(
     if isinstance(data, tuple):
         size, shuffle = regular_size(batch_size), shuffle is not False
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data[0])]
-        square = [shape for shape in shapes if len(shape) > 1 and shape[0] == shape[1] <= size]
-        if shuffle and square and len(shapes) > 1:
+        is_square = any(shape[:2] == 2 * shape[:1] for shape in shapes)
+        if shuffle and is_square and len(shapes) > 1:
             say(
                 "the rows of all inputs are shuffled, but not the columns of one that is square: "
                 "if it relates the rows to each other, as adjacency does, pass shuffle=False"

@@ -14,7 +14,14 @@ from flaxfit.checkpoints._reader import nothing_in
 from flaxfit.data import DataStream, as_stream, one_pass
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._stream import is_shared
-from flaxfit.loop import CallbackList, TrainLoop, by_one_thread, check_thread, copier
+from flaxfit.loop import (
+    CallbackList,
+    PlacedCompanions,
+    TrainLoop,
+    by_one_thread,
+    check_thread,
+    copier,
+)
 from flaxfit.model._instance import Instance
 from flaxfit.model._starting_point import Init, StartingPoint
 from flaxfit.model._weights import open_weights, state_alone
@@ -106,9 +113,13 @@ class Trainer:
         """The training state, not copied: the next step donates it."""
         return self.state if self.loop is None else self.loop.state_in_place
 
+    @property
+    def _companions(self) -> PlacedCompanions:  # As a loop's, for an `EvalLoop`.
+        return self._present._companions
+
     def checkpoint(self) -> Checkpoint:
         """The present state with its companions, if checkpoints hold them."""
-        state, saved = self.state, self._present._companions.saved
+        state, saved = self.state, self._companions.saved
         running = frozen_facts(self.task, lambda: state.params)
         return Checkpoint(
             step=int(state.step), state=state, metrics={}, companions=saved, running=running
@@ -299,7 +310,6 @@ class Trainer:
         loop = TrainLoop(init, task, seed, strategy=self.strategy, **options)
         # A checkpoint from which it resumes may have its own.
         if not self.is_fresh and not getattr(loop.start, "companions", None):
-            companions = self._present._companions
-            companions.refresh()
-            loop._companions.restore(companions.variables)
+            self._companions.refresh()
+            loop._companions.restore(self._companions.variables)
         return loop

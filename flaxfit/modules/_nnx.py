@@ -152,8 +152,8 @@ def from_nnx(
             updates |= {WRITTEN: new} if new else {}
         if train is not False and in_filter(mutable, "losses"):
             check_losses(names, states.collections_of(module))
-        runs = (run, evaluated) if train else (run,)
-        effects.check_repeats(facts, module, fresh, runs, names)
+        other = evaluated if train else None
+        effects.check_repeats(facts, module, fresh, run, names, evaluated=other)
         if mutable is False:
             return outputs
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}

@@ -64,14 +64,16 @@ def check_repeats(
     before: Mapping[str, Any],
     module: nnx.Module,
     fresh: Callable[[], nnx.Module],
-    runs: Sequence[Function],
+    run: Function,
     losses: Sequence[str] = (),
+    *,
+    evaluated: Function | None = None,
 ) -> None:
     """Checks that further calls of a module would compute what they compute of a fresh one.
 
     Each step repeats the program of the first call, of a `fresh` module, whose facts are `before`.
-    Attributes that calls set and do not read, such as the number of calls, do no harm. `runs` are
-    the calls that may read them: in the same mode, and in evaluation.
+    Attributes that calls set and do not read, such as the number of calls, do no harm. The next
+    call is a `run`, or one in evaluation, if that can be.
     """
     after = facts_of(module)
     changes = {
@@ -80,6 +82,8 @@ def check_repeats(
         if not _are_equal(old := before.get(name, _ABSENT), new := after.get(name, _ABSENT))
         and not (_is_a(new, nnx.Variable) and states.is_transient(new, losses))
     }
+    if not changes:
+        return
     created = [n for n, (old, new) in changes.items() if old is _ABSENT and _is_a(new, nnx.Param)]
     is_replaced = any(_is_a(old, nnx.Variable) for old, _ in changes.values())
     called = f"The call of {type(module).__name__}"
@@ -88,9 +92,8 @@ def check_repeats(
             f"{called} creates the parameters {', '.join(created[:5])}, which no optimizer would "
             "train: create them in __init__, or call the module once before you pass it."
         )
-    if is_replaced or not all(
-        _computes_the_same(module, fresh, run, losses) for run in runs if changes
-    ):
+    runs = [run] if evaluated is None or not _can_be(evaluated, fresh) else [run, evaluated]
+    if is_replaced or not all(_computes_the_same(module, fresh, each, losses) for each in runs):
         said = (_in_words(name, old, new) for name, (old, new) in [*changes.items()][:5])
         raise ValueError(
             f"{called} {', '.join(said)}, which its next call would see, but every step repeats "
@@ -190,6 +193,14 @@ def _computes_the_same(
         return False
     is_same = str(one.jaxpr) == str(two.jaxpr) and len(one.consts) == len(two.consts)
     return is_same and all(map(_are_equal, one.consts, two.consts))
+
+
+def _can_be(run: Function, fresh: Callable[[], nnx.Module]) -> bool:
+    try:
+        jax.eval_shape(lambda: jax.tree.leaves(run(fresh())))
+    except Exception:  # A module may refuse a mode.
+        return False
+    return True
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -135,7 +135,7 @@ class NNXStep:
             )
         model_state = _nnx_state.persistent(_nnx_state.variables_of(whole))
         params = model_state.pop("params", {})
-        _nnx_effects.check_repeats(before, whole, fresh, [run])
+        _nnx_effects.check_repeats(before, whole, fresh, run)
         return state.replace(params=params, model_state=model_state, opt_state=opt_state), sums
 
     def write_back(self, state: Any) -> None:

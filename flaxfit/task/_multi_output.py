@@ -241,8 +241,8 @@ def check_outputs(loss: losses.Loss | None, weights: PyTree) -> None:
 
 def check_order(outputs: tuple[PyTree, ...], weights: PyTree) -> None:
     """Checks that weights by their place in a list belong to outputs that have an order."""
-    names = weights if isinstance(weights, Mapping) else ()
-    if isinstance(outputs[0], Mapping) and any(isinstance(name, Placed) for name in names):
+    has_names = bool(outputs) and isinstance(outputs[0], Mapping) and isinstance(weights, Mapping)
+    if has_names and any(isinstance(name, Placed) for name in weights):
         raise ValueError(
             "Cannot tell which weights in a list or a tuple belong to which of the outputs "
             f"{', '.join(map(repr, outputs[0]))}: pass them as a mapping, too, such as "

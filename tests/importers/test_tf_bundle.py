@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from weight_files import assert_holds
 
-from flaxfit.importers import UnreadableFile, load_tf_ckpt
+from flaxfit.importers import UnreadableFile, load_tf_ckpt, t5_translator
 
 pytest.importorskip("tensorflow", reason="tensorflow is not installed")
 
@@ -124,6 +124,21 @@ def test_an_array_larger_than_its_files_is_not_allocated(kept, tmp_path):
     arrays = load_tf_ckpt(folder)
     with pytest.raises(UnreadableFile, match=r"rows of .* its data files are missing or cut short"):
         arrays["rows"].get()
+
+
+def test_a_prefix_is_no_folder_and_no_pattern(kept, tmp_path):
+    folder = shutil.copytree(kept / "partitioned", tmp_path / "copy")
+    (folder / "model.ckpt-1000").mkdir()
+    assert load_tf_ckpt(folder / "model.ckpt-1000.index")["rows"].get().shape == (100, 2)
+    with pytest.raises(UnreadableFile, match="for a pattern. Rename the file or folder"):
+        load_tf_ckpt(shutil.copytree(kept / "partitioned", tmp_path / "lr=[0.1]"))
+
+
+def test_t5_is_restored_from_what_tensorflow_wrote(kept, truth):
+    found = t5_translator.apply(load_tf_ckpt(kept / "small_t5"))
+    for name, value in t5_translator.apply(truth["small_t5"]()).items():
+        np.testing.assert_array_equal(found.pop(name), value)
+    assert not found
 
 
 def test_what_is_missing_is_named_where_tensorflow_is_not_installed(kept, monkeypatch):

@@ -468,7 +468,7 @@ def test_training_in_a_callback_of_the_same_model_is_refused_and_it_goes_on(meth
     model, x = make_model(), X[:8]
 
     def call(checkpoint):
-        with pytest.raises(RuntimeError, match="is training already, and calls you"):
+        with pytest.raises(RuntimeError, match="is already training, and this code runs within"):
             getattr(model, method)(x, x[:, :1])
 
     assert len(model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[call])["loss"]) == 2

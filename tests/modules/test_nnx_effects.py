@@ -235,6 +235,16 @@ def test_what_no_call_reads_does_no_harm():
     assert loss == pytest.approx(fit(Called(nnx.Rngs(0)))["loss"][0])
 
 
+def test_so_it_is_where_the_module_cannot_evaluate():
+    def refuse(module, x):
+        if not module.training:
+            raise RuntimeError("for training only")
+        return leave_scratch(module, x)
+
+    (loss,) = fit(Called(nnx.Rngs(0), refuse))["loss"]
+    assert loss == pytest.approx(fit(Called(nnx.Rngs(0)))["loss"][0])
+
+
 @pytest.mark.parametrize("value", [True, 2.0, np.float32(3), jnp.array(True)], ids=str)
 def test_a_state_may_be_set_to_a_constant(value):
     def set_value(module, x):
