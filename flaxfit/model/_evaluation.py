@@ -223,8 +223,7 @@ class Evaluation(Persistence):
         _n_examples(found, "train_on_batch")
         if class_weight is not None:  # A batch may lack some of its labels.
             found = next(ClassWeightedStream(iter([found]), class_weight))
-        batch = normalize(self._trainer.task.roles(found))
-        numbers = self._trainer.step_on(batch).scalars
+        numbers = self._trainer.step_on(normalize(self._trainer.task.roles(found))).scalars
         if return_dict:
             return dict(numbers)
         of_step = ("loss", *self._trainer.task.metrics)

@@ -152,8 +152,7 @@ def from_nnx(
             updates |= {WRITTEN: new} if new else {}
         if train is not False and in_filter(mutable, "losses"):
             check_losses(names, states.collections_of(module))
-        other = evaluated if train else None
-        effects.check_repeats(facts, module, fresh, run, names, evaluated=other)
+        effects.check_repeats(facts, module, fresh, run, evaluated if train else None, names)
         if mutable is False:
             return outputs
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}

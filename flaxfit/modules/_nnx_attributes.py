@@ -100,13 +100,13 @@ def _walk(module: nnx.Module) -> Iterator[_Seen]:
         is_state = is_state and not jax.tree_util.all_leaves([thing])
         yield _Seen(thing, parts_of, parts, is_state)
         for name, part in parts.items():
-            divide = None if _is_of_nnx(name) else divider(type(part))
+            divide = None if is_of_nnx(name) else divider(type(part))
             if divide is not None and id(part) not in known:
                 known.add(id(part))
                 left.append((part, divide, is_state))
 
 
-def _is_of_nnx(name: Any) -> bool:
+def is_of_nnx(name: Any) -> bool:
     return isinstance(name, str) and name.startswith("_pytree__")
 
 
@@ -156,7 +156,7 @@ def _entries(seen: list[_Seen]) -> Iterator[_Entry]:
         yield _Entry(type(thing), None, [np.shape(each) for each in values])
         for name, part in parts.items():
             is_array = is_state and isinstance(part, _ARRAYS)
-            if is_array or id(part) in left or _is_of_nnx(name):
+            if is_array or id(part) in left or is_of_nnx(name):
                 continue
             if id(part) in numbers:
                 yield _Entry(name, numbers[id(part)], None)

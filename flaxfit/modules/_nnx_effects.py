@@ -14,11 +14,10 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from flaxfit.modules import _nnx_state as states
-from flaxfit.modules._nnx_attributes import divider
+from flaxfit.modules._nnx_attributes import divider, is_of_nnx
 from flaxfit.tree import Function, PyTree, flat
 
 _ABSENT = object()
-_OF_NNX = ("_pytree__nodes", "_pytree__state")
 
 
 def check_outputs(outputs: PyTree) -> None:
@@ -46,7 +45,7 @@ def facts_of(module: nnx.Module) -> dict[str, Any]:
         if divide is not None and id(part) not in seen:
             seen.add(id(part))
             parts = divide(part).items()
-            left += [(f"{name}.{key}", x) for key, x in parts if key not in _OF_NNX]
+            left += [(f"{name}.{key}", x) for key, x in parts if not is_of_nnx(key)]
     return facts
 
 
@@ -65,9 +64,8 @@ def check_repeats(
     module: nnx.Module,
     fresh: Callable[[], nnx.Module],
     run: Function,
-    losses: Sequence[str] = (),
-    *,
     evaluated: Function | None = None,
+    losses: Sequence[str] = (),
 ) -> None:
     """Checks that further calls of a module would compute what they compute of a fresh one.
 
