@@ -12,10 +12,6 @@ OTHER_OUTPUTS = ""
 """The key of the weights of all outputs that weights by output do not name."""
 
 
-class Placed(str):
-    """The name of an output, one of several, that has its weights by their place in a list."""
-
-
 def of_output(weights: PyTree, name: str) -> PyTree:
     """The weights of one output, from weights of the examples or by output."""
     if isinstance(weights, Mapping):
@@ -24,28 +20,34 @@ def of_output(weights: PyTree, name: str) -> PyTree:
 
 
 def by_output(weights: PyTree, names: Sequence[str] = ()) -> PyTree:
-    """Weights in a list or a tuple, in the order of the outputs, as a mapping by their names.
+    """Converts a list or a tuple of weights to a mapping by output; other weights are unchanged.
 
-    None stands for equal weights. Without names these are "output_0", "output_1" and so on, as
-    those of a list of losses. Other weights are unchanged.
+    Outputs are called "output_0", "output_1" and so on, as for a list of losses. None stands for
+    equal weights.
 
     >>> by_output([np.ones(2), None])
     {'output_0': array([1., 1.])}
+
+    Raises:
+      ValueError: the outputs have other names, so that a list does not say which weights are whose.
     """
     if not isinstance(weights, list | tuple):
         return weights
     if len(weights) == 1 and not names:
         return weights[0]
-    names = names or [f"output_{i}" for i in range(len(weights))]
-    if len(weights) != len(names):
+    if names and len(weights) != len(names):
         raise ValueError(
             f"There are weights for {len(weights)} outputs, and the model has losses for "
             f"{len(names)}: {', '.join(names)}."
         )
-    if len(names) > 1:
-        names = [*map(Placed, names)]
-    found = {n: each for n, each in zip(names, weights, strict=True) if each is not None}
-    return found or None
+    numbered = [f"output_{i}" for i in range(len(weights))]
+    names = names or numbered
+    if len(names) > 1 and [*names] != numbered:
+        raise ValueError(
+            "Cannot tell which weights in a list or a tuple belong to which of the outputs "
+            f"{', '.join(map(repr, names))}: pass them as a mapping, such as {{{names[0]!r}: ...}}."
+        )
+    return {n: each for n, each in zip(names, weights, strict=True) if each is not None} or None
 
 
 def is_list_of_weights(weights: PyTree) -> bool:

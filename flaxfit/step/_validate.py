@@ -26,7 +26,6 @@ from flaxfit.task import (
     EvalTask,
     TrainTask,
     check_adds_loss,
-    check_order,
     check_outputs,
     check_values,
     for_all_outputs,
@@ -111,7 +110,6 @@ def inspect(
         with calls_explained(batch.inputs, batch.targets), _explained(task, batch):
             traced = trace(bound, state, batch, states_of(task))
     result = traced.shapes
-    check_order(result.outputs, batch.weights)
     check_adds_loss(task, result.penalty)
     task = for_all_outputs(task, result.outputs, batch)
     if result.values is not None:

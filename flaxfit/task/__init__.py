@@ -6,7 +6,6 @@ from flaxfit.task._label_counts import check_counts, count_weights, valid_weight
 from flaxfit.task._multi_output import (
     LossByOutput,
     as_loss,
-    check_order,
     check_outputs,
     check_values,
     labels_out_of_range,

@@ -11,7 +11,7 @@ import numpy as np
 
 from flaxfit import losses
 from flaxfit.data._batch import Batch
-from flaxfit.data._sample_weights import Placed, of_output, without_idle_rows
+from flaxfit.data._sample_weights import of_output, without_idle_rows
 from flaxfit.losses._checks import in_range
 from flaxfit.task._label_counts import count_labels, valid_weights
 from flaxfit.tree import (
@@ -236,17 +236,6 @@ def check_outputs(loss: losses.Loss | None, weights: PyTree) -> None:
             f"There are weights for {', '.join(map(repr, unknown))}, but losses by name for "
             f"{', '.join(map(repr, known)) or 'no output'}: pass the weights as one array, or "
             "losses in a mapping with the same names."
-        )
-
-
-def check_order(outputs: tuple[PyTree, ...], weights: PyTree) -> None:
-    """Checks that weights by their place in a list belong to outputs that have an order."""
-    has_names = bool(outputs) and isinstance(outputs[0], Mapping) and isinstance(weights, Mapping)
-    if has_names and any(isinstance(name, Placed) for name in weights):
-        raise ValueError(
-            "Cannot tell which weights in a list or a tuple belong to which of the outputs "
-            f"{', '.join(map(repr, outputs[0]))}: pass them as a mapping, too, such as "
-            f"{{{next(iter(outputs[0]))!r}: ...}}."
         )
 
 

@@ -59,8 +59,8 @@ def test_columns_are_taken_by_name_and_the_rest_is_passed_by(roles, columns, exp
     ],
 )
 def test_a_list_of_weights_is_in_the_order_of_the_outputs(item):
-    roles = Roles(call=("x",), outputs=("kind", "size"))
-    assert_same(roles(item)[2], {"kind": MASK})
+    roles = Roles(call=("x",), outputs=("output_0", "output_1"))
+    assert_same(roles(item)[2], {"output_0": MASK})
     with pytest.raises(ValueError, match="weights for 2 outputs, and the model has losses for 1"):
         Roles(call=("x",), outputs=("kind",))(item)
     by_example = (X, Y, [1.0, 2.0, 3.0, 4.0])

@@ -214,33 +214,34 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.slow
-def test_weights_in_a_list_are_those_of_the_losses_by_name_in_order():
-    losses = {"price": "mse", "count": "mae"}
-    model = ff.Model(TwoHeads(tuple), optax.sgd(0.1), losses)
-    y, weights = {"price": Y, "count": -Y}, np.arange(13, dtype=np.float32)
-    listed, named = [weights, None], {"price": weights}
-    assert model.evaluate(X, y, sample_weight=listed) == model.evaluate(X, y, sample_weight=named)
-    assert model.evaluate(X, y, sample_weight=listed) != model.evaluate(X, y)
-    one_batch = model.test_on_batch
+def test_weights_in_a_list_are_those_of_losses_in_a_list_in_order():
+    y, weights = (Y, -Y), np.arange(13, dtype=np.float32)
+    one, other = (ff.Model(TwoHeads(tuple), optax.sgd(0.1), ["mse", "mae"]) for _ in range(2))
+    listed, named = [weights, None], {"output_0": weights}
+    assert one.evaluate(X, y, sample_weight=listed) == one.evaluate(X, y, sample_weight=named)
+    assert one.evaluate(X, y, sample_weight=listed) != one.evaluate(X, y)
+    one_batch = one.test_on_batch
     assert one_batch(X, y, listed) == one_batch(X, y, named)
     batches = [(X, y, listed)] * 2
-    assert model.evaluate(batches) == model.evaluate([(X, y, named)] * 2)
-    one, other = (ff.Model(TwoHeads(tuple), optax.sgd(0.1), losses) for _ in range(2))
+    assert one.evaluate(batches) == one.evaluate([(X, y, named)] * 2)
     assert one.train_on_batch(X, y, listed) == other.train_on_batch(X, y, named)
     by_name = other.fit([(X, y, named)] * 2, verbose=0)
     assert one.fit(iter(batches), verbose=0)["loss"] == by_name["loss"]
     with pytest.raises(ValueError, match="weights for 3 outputs, and the model has losses for 2"):
-        model.evaluate(X, y, sample_weight=[weights] * 3)
+        one.evaluate(X, y, sample_weight=[weights] * 3)
 
 
-@pytest.mark.parametrize("form", [dict, Heads._make])
-def test_weights_in_a_list_beside_outputs_by_name_are_refused(form):
+@pytest.mark.parametrize("form", [dict, tuple])
+def test_weights_in_a_list_beside_losses_by_name_are_refused(form):
     model = ff.Model(TwoHeads(form), optax.sgd(0.1), {"count": "mae", "price": "mse"})
     y, weights = {"price": Y, "count": -Y}, (np.arange(13, dtype=np.float32), None)
+    named = {"count": weights[0]}
     for call in (
         lambda: model.evaluate(X, y, sample_weight=weights),
         lambda: model.train_on_batch(X, y, weights),
         lambda: model.fit([(X, y, weights)], verbose=0),
+        # Also after a batch with weights by name.
+        lambda: model.fit([(X, y, named), (X, y, weights)], verbose=0),
     ):
         with pytest.raises(ValueError, match="Cannot tell which weights in a list or a tuple"):
             call()

@@ -425,14 +425,12 @@ def test_an_output_without_a_loss_is_measured_and_weighed_by_its_name():
     loss = {"kind": None, "size": "mse"}
     options = {"metrics": {"kind": "accuracy"}, "strategy": one_device()}
     model = ff.Model(TwoHeads(tuple), optax.sgd(0.1), loss, **options)
-    weights = [(np.arange(22) < 10).astype(float), np.ones(22)]
+    weights = {"kind": (np.arange(22) < 10).astype(float), "size": np.ones(22)}
     history = model.fit(X, (CLASSES, NUMBERS), batch_size=22, sample_weight=weights, verbose=0)
     assert history.keys() >= {"loss", "size_loss", "kind_accuracy"}
     assert "kind_loss" not in history
     kind, size = model.predict(X)
-    found = model.evaluate(
-        X, (CLASSES, NUMBERS), sample_weight=dict(zip(loss, weights, strict=True))
-    )
+    found = model.evaluate(X, (CLASSES, NUMBERS), sample_weight=weights)
     assert found["kind_accuracy"] == pytest.approx(np.mean(kind.argmax(1)[:10] == CLASSES[:10]))
     assert found["loss"] == pytest.approx(np.mean((size - NUMBERS) ** 2), rel=1e-5)
 
