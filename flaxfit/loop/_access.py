@@ -1,4 +1,4 @@
-"""Refuses a second call where a first one trains: both would donate the same arrays."""
+"""Refuses concurrent training of one model: two calls would donate the same arrays."""
 
 import functools
 import threading
@@ -10,11 +10,12 @@ T = TypeVar("T")
 
 
 def by_one_thread(function: Callable[P, T]) -> Callable[P, T]:
-    """Refuses a call during one with the same first argument, in another thread or within it."""
+    """Refuses a call while another runs on the same first argument, in any thread."""
 
     @functools.wraps(function)
     def alone(*arguments: P.args, **options: P.kwargs) -> T:
         owner = vars(arguments[0])
+        # Reentrant: a nested call in the same thread gets the error below, not `_busy`.
         turn = owner.setdefault("_turn", threading.RLock())
         if not turn.acquire(blocking=False):
             raise _busy("train another model in this one")

@@ -1,4 +1,4 @@
-"""Assembler: stacks and splits batches over the devices, and remembers how by their shapes."""
+"""Assembler: stacks batches and splits them over the devices, by a plan cached by shapes."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -7,95 +7,97 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.loop._padding import Portion
+from flaxfit.loop._padding import PreparedBatch
 from flaxfit.tree import Array, PyTree
 
 
 class Loaded(NamedTuple):
-    """One or several batches as the compiled update takes them, split over the devices."""
+    """The arguments of one dispatch: one batch or several stacked ones, split over the devices."""
 
-    portion: Portion
-    """The first of them, before it was split."""
+    prepared: PreparedBatch
+    """The first batch, before it was split."""
     arrays: list[Array]
-    """Their leaves, stacked if there are several: a list crosses the call faster than a tree."""
+    """The leaves of the batches. A flat list crosses the call of a program faster than a tree."""
     n_steps: int
     n_examples: int
-    """The number of examples in all, without padding."""
+    """The examples of all batches, without padding."""
 
     @property
     def n_bytes(self) -> int:
-        """The bytes that they take on each device."""
-        return sum(x.nbytes for x in self.arrays) // len(self.portion.strategy.devices)
+        """The size of the arrays on each device."""
+        return sum(x.nbytes for x in self.arrays) // len(self.prepared.strategy.devices)
 
 
 class _Known(NamedTuple):
-    """How items of the same shapes become batches, if these hold the very arrays of the items."""
+    """The plan for items of one signature whose arrays become those of the batch unchanged."""
 
-    portion: Portion
-    """That of the first of them."""
+    prepared: PreparedBatch
+    """The first prepared batch of this signature."""
     weights: list[Array]
-    """The weights of 1 on the devices, which come last, if batches have them."""
+    """The weights of 1 on the devices, appended to the leaves; empty if the batch has none."""
     n_examples: int
 
 
 class Assembler:
     """Assembles batches from fetched items.
 
-    Items of arrays of known structure, shapes and dtypes are neither normalized nor padded
-    again, which would take as long as dispatching a small step.
+    Items of a known signature (structure, shapes, dtypes) skip normalization and padding, which
+    would take as long as dispatching a small step.
     """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
 
-    def __call__(self, items: Sequence[PyTree], portion: Callable[[PyTree], Portion]) -> Loaded:
-        """Returns the batches of items; only the first if their programs differ.
+    def __call__(
+        self, items: Sequence[PyTree], prepare: Callable[[PyTree], PreparedBatch]
+    ) -> Loaded:
+        """Loads the batches of items; only the first if they need different programs.
 
-        `portion` brings one item to a size that can be split.
+        `prepare` pads or cuts one item to a size that can be split.
         """
         n, item = len(items), items[0]
         key, leaves = _key_of(item) if n == 1 else _key_of_several(items)
         known = self._known.get(key)
         if known is None:
-            first = portion(item)
+            first = prepare(item)
             if key is None or not _takes_arrays(item, first):
-                return _loaded([first, *map(portion, items[1:])])
+                return _loaded([first, *map(prepare, items[1:])])
             known = self._known[key] = _known_by(first, n)
-        split, n_stacked = known.portion.strategy.split, n if n > 1 else 0
+        split, n_stacked = known.prepared.strategy.split, n if n > 1 else 0
         leaves = leaves if n == 1 else [_stacked(each) for each in leaves]
         arrays = [split(leaf, n_stacked) for leaf in leaves]
-        return Loaded(known.portion, arrays + known.weights, n, known.n_examples)
+        return Loaded(known.prepared, arrays + known.weights, n, known.n_examples)
 
 
-def _known_by(portion: Portion, n: int) -> _Known:
-    """How `n` items become batches that are all like one whose arrays are those of its item."""
-    weights, given = [], portion.batch.weights
-    if given is not None:  # The weights of 1 are the same in each step: they go there once.
+def _known_by(prepared: PreparedBatch, n: int) -> _Known:
+    """Returns the plan for `n` items of the signature of this one."""
+    weights, given = [], prepared.batch.weights
+    if given is not None:  # The weights of 1 are the same in each step: transferred once.
         given = jnp.asarray(given if n == 1 else np.stack([given] * n))
-        weights = [portion.strategy.split(given, n if n > 1 else 0)]
-    return _Known(portion, weights, n * portion.n_examples)
+        weights = [prepared.strategy.split(given, n if n > 1 else 0)]
+    return _Known(prepared, weights, n * prepared.n_examples)
 
 
-def _loaded(portions: Sequence[Portion]) -> Loaded:
-    """Splits a batch, or stacks and splits several; only the first if their programs differ."""
-    if any(each.signature != portions[0].signature for each in portions):
-        portions = portions[:1]
-    portion, n = portions[0], len(portions)
-    split, leaves = portion.strategy.split, [jax.tree.leaves(each.batch) for each in portions]
+def _loaded(batches: Sequence[PreparedBatch]) -> Loaded:
+    """Stacks and splits batches; only the first if they need different programs."""
+    if any(each.signature != batches[0].signature for each in batches):
+        batches = batches[:1]
+    first, n = batches[0], len(batches)
+    split, leaves = first.strategy.split, [jax.tree.leaves(each.batch) for each in batches]
     if n == 1:
-        return Loaded(portion, split(leaves[0]), 1, portion.n_examples)
+        return Loaded(first, split(leaves[0]), 1, first.n_examples)
     stacked = [_stacked(each) for each in zip(*leaves, strict=True)]
-    n_examples = sum(each.n_examples for each in portions)
-    return Loaded(portion, split(stacked, n), n, n_examples)
+    n_examples = sum(each.n_examples for each in batches)
+    return Loaded(first, split(stacked, n), n, n_examples)
 
 
 def _key_of(item: PyTree) -> tuple[Hashable, list[PyTree]]:
-    """Returns the structure, shapes and dtypes of arrays, and these; None for other items."""
+    """Returns the signature of an item of arrays, and its leaves; None for other items."""
     if type(item) is np.ndarray:
         return (item.shape, item.dtype), [item]
     try:
         leaves, structure = jax.tree.flatten(item)
-    except ValueError:  # Names of inputs that cannot be sorted.
+    except ValueError:  # JAX sorts the keys of a dict; some cannot be compared.
         return None, []
     key = [structure]
     for leaf in leaves:
@@ -106,7 +108,7 @@ def _key_of(item: PyTree) -> tuple[Hashable, list[PyTree]]:
 
 
 def _key_of_several(items: Sequence[PyTree]) -> tuple[Hashable, list[PyTree]]:
-    """As `_key_of`, with the arrays of all items together; None if they are not alike."""
+    """As `_key_of` for several items, with leaves grouped; None if their signatures differ."""
     keys, leaves = zip(*map(_key_of, items), strict=True)
     if keys[0] is None or keys.count(keys[0]) < len(keys):
         return None, []
@@ -114,7 +116,7 @@ def _key_of_several(items: Sequence[PyTree]) -> tuple[Hashable, list[PyTree]]:
 
 
 def _stacked(arrays: Sequence[Array]) -> Array:
-    """As `np.stack`, which takes twice as long for small arrays; on the devices that hold them."""
+    """Stacks arrays where they are: on their devices, or on the host faster than `np.stack`."""
     places = {getattr(array, "sharding", None) for array in arrays}
     if len(places) == 1 and None not in places:
         return _stack(arrays)
@@ -126,12 +128,12 @@ def _stacked(arrays: Sequence[Array]) -> Array:
 _stack = jax.jit(jnp.stack)
 
 
-def _takes_arrays(item: PyTree, portion: Portion) -> bool:
-    """Whether a batch holds the very arrays of its item, in order, and no weights of the user's."""
-    if portion.is_weighted and not portion.data:
+def _takes_arrays(item: PyTree, prepared: PreparedBatch) -> bool:
+    """Whether the batch's leaves are the item's own arrays, in order, with no user weights."""
+    if prepared.is_weighted and not prepared.data:
         return False
     given = jax.tree.leaves(item)
-    taken = jax.tree.leaves(portion.batch._replace(weights=None))
+    taken = jax.tree.leaves(prepared.batch._replace(weights=None))
     is_same = len(given) == len(taken) and all(a is b for a, b in zip(given, taken, strict=True))
-    # It is unknown to which of two places an array went that stands in both.
+    # The plan maps leaves by identity: an array that occurs twice has no unique position.
     return is_same and len({id(each) for each in given}) == len(given)

@@ -11,12 +11,12 @@ from flaxfit.tree import COUNTERPARTS, ArrayLike, Function, order_of, owner_of
 
 
 def as_tuple(callbacks: Any) -> tuple[Any, ...]:
-    """None, a single callback or several, as a tuple."""
+    """Returns the callbacks as a tuple; accepts None, one callback or several."""
     return (callbacks,) if callable(callbacks) else tuple(() if callbacks is None else callbacks)
 
 
 class CallbackList:
-    """The callbacks that a loop was given, each of them checked.
+    """The validated callbacks of a loop, in the order in which they run.
 
     >>> len(CallbackList(print).given), len(CallbackList(None).given)
     (1, 0)
@@ -25,7 +25,7 @@ class CallbackList:
     def __init__(self, callbacks: Any = ()):
         self.given = as_tuple(callbacks)
         self.by_order: dict[str, list[Any]] = {"first": [], "normal": [], "last": []}
-        """The callbacks by when they get a checkpoint."""
+        """The callbacks by their `order`."""
         for callback in self.given:
             check_callback(callback)
             self.by_order[order_of(callback)].append(callback)
@@ -42,7 +42,7 @@ class CallbackList:
                 callback.attach(loop)
 
     def restore(self, found: Any) -> list[str]:
-        """Restores their states from a checkpoint file; returns what could not be restored."""
+        """Restores callback states from a checkpoint file; returns the names of failures."""
         states = dict(getattr(found, "callback_states", {}))
         if (history := getattr(found, "history", None)) is not None:
             states["History"] = history
@@ -50,11 +50,11 @@ class CallbackList:
         return callback_states.put_back(self.given, states, arrays)
 
     def close(self) -> None:
-        """Closes all of them, even if one fails."""
+        """Closes all callbacks, even if one fails."""
         first, normal, last = self.by_order.values()
         with contextlib.ExitStack() as stack:
-            # Those that save the state are closed before those that change it when closed. The
-            # stack calls the latest first.
+            # A callback that saves the state closes before one that changes it when closed. The
+            # stack runs in reverse, so the callback that closes first is pushed last.
             for callback in reversed([*last, *normal, *first]):
                 if hasattr(callback, "close"):
                     stack.callback(callback.close)
@@ -67,8 +67,8 @@ class Delivery:
 
     Args:
       checkpoint: the checkpoint.
-      callbacks: the callbacks that get it, by their `order`.
-      settle: completes the checkpoint before the callbacks of order "last" get it.
+      callbacks: the callbacks to call, by their `order`.
+      settle: completes the checkpoint before the callbacks of order "last".
     """
 
     def __init__(
@@ -79,22 +79,22 @@ class Delivery:
     ):
         self._checkpoint, self._settle = checkpoint, settle
         self.tuned: list[tuple[str | int | None, dict[str, ArrayLike]]] = []
-        """Hyperparameters that callbacks have set, by group; the checkpoint does not have them."""
+        """Hyperparameters set by callbacks, by group; not yet in the checkpoint."""
         first, normal, last = callbacks.by_order.values()
         self._waiting = [*first, *normal, settle, *last]
 
     def keep(self, callbacks: CallbackList) -> None:
-        """Leaves out callbacks that the loop no longer has."""
+        """Drops callbacks that the loop no longer has."""
         kept = (*callbacks.given, self._settle)
         self._waiting = [each for each in self._waiting if each in kept]
 
     def finish(
         self, own: Callable[[Checkpoint], Checkpoint], revision: Callable[[], tuple[int, ...]]
     ) -> Checkpoint:
-        """Calls the callbacks that are left; returns the checkpoint as they have changed it.
+        """Calls the remaining callbacks; returns the checkpoint with their changes.
 
         Args:
-          own: copies what a checkpoint borrows.
+          own: copies the borrowed arrays of a checkpoint.
           revision: returns the revision of the loop, which changes when a callback sets the state.
         """
         while self._waiting:
@@ -107,6 +107,8 @@ class Delivery:
                 self._checkpoint = returned_by(callback, given)
                 if revision() == before:
                     check_unchanged(callback, given, self._checkpoint)
+            # Removed only now, so that a callback that raised is called again by the next
+            # `finish`. The callback may have changed the list itself, through `keep`.
             if self._waiting and self._waiting[0] is callback:
                 del self._waiting[0]
         return self._checkpoint
@@ -116,8 +118,8 @@ def check_callback(callback: Any) -> None:
     """Checks that a callback can be called with a checkpoint."""
     if isinstance(callback, type):
         raise TypeError(
-            f"A callback must be an object, got the class {callback.__name__}: make one, "
-            f"{callback.__name__}(...)."
+            f"Pass an instance, callbacks=[{callback.__name__}(...)], not the class "
+            f"{callback.__name__}."
         )
     if hasattr(callback, "set_model") and hasattr(callback, "on_epoch_end"):
         name = type(callback).__name__
@@ -126,9 +128,9 @@ def check_callback(callback: Any) -> None:
             f"{_counterpart(callback)}, or a function of a checkpoint instead of on_epoch_end, "
             "lambda checkpoint: print(checkpoint.step, checkpoint.metrics)."
         )
-    owner = type(inspect.unwrap(callback))  # In `every(...)` that of the callback.
+    owner = type(inspect.unwrap(callback))  # The class of the callback inside `every(...)`.
     hook = hook_of(owner)
-    # One that the library calls has no use for a hook; a `__call__` of the user's may call it.
+    # A class of the library never calls its hooks; a user's `__call__` may.
     module = getattr(owner.__call__, "__module__", None)
     if not callable(callback) or (hook and str(module).startswith("flaxfit.")):
         advice = f" Pass {hook}, or define __call__." if hook else ""
@@ -143,7 +145,7 @@ def check_callback(callback: Any) -> None:
         )
     try:
         signature = inspect.signature(callback, follow_wrapped=False)
-    except (TypeError, ValueError):  # Written in C, and silent about it.
+    except (TypeError, ValueError):  # A function written in C may have no signature.
         return
     if (keras := _keras_arguments(signature)) is not None:
         raise TypeError(
@@ -161,13 +163,13 @@ def check_callback(callback: Any) -> None:
         ) from None
     annotated = signature.return_annotation
     kind = get_origin(annotated) or annotated
-    # Of a function: a combinator's may be a general one.
+    # Functions only: the return annotation of a combinator may be a general one.
     if inspect.isfunction(callback) and any(kind is each for each in _NEVER_RETURNED):
         raise _wrong_return(callback, f"is annotated to return {kind.__name__}", kind)
 
 
 def hook_of(kind: type) -> str:
-    """The `Events` to use in place of a hook that a class has, as in Keras; "" if it has none."""
+    """Returns the `Events` that replaces a hook of a class, as in Keras; "" if it has no hook."""
     found = next((name for name in dir(kind) if _HOOK.fullmatch(name)), "")
     event = found
     if found and not _EVENT.fullmatch(found):
@@ -193,7 +195,7 @@ _SAME = ("EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler", "CSVLogg
 
 
 def _counterpart(callback: object) -> str:
-    """The counterpart in flaxfit of a callback of Keras, or of a class derived from one."""
+    """Returns the counterpart in flaxfit of a Keras callback, or of a subclass of one."""
     for kind in type(callback).__mro__:
         if kind.__name__ in COUNTERPARTS:
             return f"flaxfit's {COUNTERPARTS[kind.__name__]}"
@@ -206,7 +208,7 @@ _KERAS = {"epoch, logs": "on_epoch_end", "batch, logs": "on_train_batch_end"}
 
 
 def _keras_arguments(signature: inspect.Signature) -> str | None:
-    """The arguments that Keras gives to a function with these; None for any other function."""
+    """Returns the arguments that Keras passes to such a function; None for other functions."""
     names = [name.lower() for name in list(signature.parameters)[:2]]
     if names[1:] != ["logs"]:
         return None
@@ -214,17 +216,17 @@ def _keras_arguments(signature: inspect.Signature) -> str | None:
 
 
 def borrows(callback: Function) -> bool:
-    """Whether a callback only reads a checkpoint, and so needs no copy of its arrays."""
+    """Whether a callback only reads a checkpoint, so that its arrays need no copy."""
     return getattr(callback, "borrows", False) or getattr(owner_of(callback), "borrows", False)
 
 
 def unfreezes(callback: Function) -> bool:
-    """Whether a callback unfreezes parameters, so that a run resumes as they were frozen then."""
+    """Whether a callback unfreezes parameters: a run then resumes with the saved `freeze`."""
     return getattr(owner_of(callback), "unfreezes", False)
 
 
 def returned_by(callback: Function, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint as a callback returns it, which is a checkpoint or None."""
+    """Calls a callback; returns its checkpoint, or the given one if it returned None."""
     changed = callback(checkpoint)
     if changed is None:
         return checkpoint
@@ -243,11 +245,11 @@ def _wrong_return(callback: Function, what: str, kind: type) -> TypeError:
 
 
 def check_unchanged(callback: Function, given: Checkpoint, returned: Checkpoint) -> None:
-    """Refuses another training state, which the loop would not train on.
+    """Refuses another training state, which the loop would ignore.
 
-    A callback may drop what is not to be saved, such as by `state.for_inference()`.
+    A callback may drop parts that need not be saved, such as by `state.for_inference()`.
     """
-    is_same = vars(returned)["state"] is vars(given)["state"]  # Reads no state that is borrowed.
+    is_same = vars(returned)["state"] is vars(given)["state"]  # `vars` does not read it: no copy.
     if not is_same and isinstance(returned.state, TrainState) and returned.state is not given.state:
         raise RuntimeError(
             f"The callback {_name(callback)} returned a checkpoint with another training state, "

@@ -1,4 +1,4 @@
-"""card_of: a training loop as a notebook shows it."""
+"""card_of: the HTML of a training loop in a notebook."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _FIELDS = ("params", "model_state", "opt_state")
 
 
 def card_of(loop: Any, last: dict[str, float]) -> str:
-    """Returns HTML: where the loop is, which steps yield checkpoints, and its arrays.
+    """Returns HTML: the step, the schedule of checkpoints, metrics and arrays of a loop.
 
     Args:
       loop: a `TrainLoop`.

@@ -1,4 +1,4 @@
-"""CollectedRows: the rows of an evaluation that metrics of all outputs at once are computed of."""
+"""CollectedRows: the outputs and targets of an evaluation, for metrics over all rows at once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from flaxfit.tree import ArrayLike, PyTree, Sums
 
 
 class CollectedRows:
-    """Keeps the rows of collected metrics on the host, without those of weight 0.
+    """Keeps the rows of collected metrics on the host, except rows of weight 0.
 
     >>> from flaxfit.metrics import collected
     >>> rows = CollectedRows({"most": collected(lambda outputs: outputs.max(), name="most")})
@@ -32,10 +32,10 @@ class CollectedRows:
         self._kept: dict[str, _Rows] = {name: _Rows() for name in self._metrics}
 
     def add(self, rows: Mapping[str, Sums]) -> None:
-        """Adds the rows of a batch, whose padding has the weight 0.
+        """Adds the rows of a batch, in which padding has weight 0.
 
         Raises:
-          ValueError: a metric has more rows than its bound, or rows of another shape than before.
+          ValueError: a metric exceeds `max_rows`, or its rows changed their shape.
         """
         for name, each in rows.items():
             kept = self._kept[name]
@@ -43,7 +43,7 @@ class CollectedRows:
             _check_bound(name, self._metrics[name], kept.n, kept.n_bytes)
 
     def values(self, others: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of the metrics by name, which must not be those of `others`."""
+        """Computes the metrics by name; a name in `others` is an error."""
         values = dict(others)
         for name, metric in self._metrics.items():
             found = values_by_name(name, metric, metric.compute(self._kept[name].rows()))
@@ -53,7 +53,7 @@ class CollectedRows:
 
 
 class _Rows:
-    """Arrays that grow: twice as large whenever they are full."""
+    """Growing arrays, doubled in size when they are full."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -66,7 +66,7 @@ class _Rows:
         return sum(array[: self.n].nbytes for array in self._arrays)
 
     def add(self, name: str, rows: PyTree, chosen: np.ndarray) -> None:
-        """Adds the chosen rows."""
+        """Appends the chosen rows."""
         leaves, self._structure = jax.tree.flatten(rows)
         if not self._arrays:
             self._arrays = [np.empty((0, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
@@ -82,12 +82,12 @@ class _Rows:
 
 
 def of_rows(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The collected ones of some metrics."""
+    """Returns the collected metrics: those with `max_rows`."""
     return {name: metric for name, metric in metrics.items() if metric.max_rows is not None}
 
 
 def check_bounds(metrics: Mapping[str, Metric], data: Batch) -> None:
-    """Checks, before anything is measured, that no metric collects too many rows of all data."""
+    """Checks the bounds of collected metrics against all data, before anything is measured."""
     for name, metric in of_rows(metrics).items():
         weights = of_output(data.weights, getattr(metric, "output", OTHER_OUTPUTS))
         n = n_examples(data) if weights is None else int(_counts(weights).sum())
@@ -95,7 +95,7 @@ def check_bounds(metrics: Mapping[str, Metric], data: Batch) -> None:
 
 
 def _counts(weights: ArrayLike) -> np.ndarray:
-    """Marks the rows of which some weight is not 0."""
+    """Returns a mask of the rows with any nonzero weight."""
     is_counted = np.asarray(weights) != 0
     return is_counted.reshape(len(is_counted), -1).any(1)
 
@@ -106,19 +106,19 @@ def _check_bound(name: str, metric: Metric, n: int, n_bytes: int = 0) -> None:
         raise ValueError(
             f"The metric {name!r} collects the outputs and targets of all examples on the host: "
             f"{count(n)} rows{taken} and more are over its bound of {count(metric.max_rows)}. If "
-            f"there is memory for them, raise it: metrics.collected(f, max_rows=...). To keep less "
-            "of each example, pick that with metrics.on(arguments, metric); to measure fewer, pass "
-            "less data or EvalLoop(n_steps=...)."
+            f"memory allows, raise it: metrics.collected(f, max_rows=...). To keep a part of each "
+            "example, select it with metrics.on(arguments, metric); to measure fewer examples, "
+            "pass less data or EvalLoop(n_steps=...)."
         )
 
 
 def _extended(name: str, array: np.ndarray, n: int, rows: np.ndarray) -> np.ndarray:
-    """An array with rows put after its first `n`: the same one, if there is room."""
+    """Writes rows after the first `n` of an array; returns it, or a larger copy if it was full."""
     if rows.shape[1:] != array.shape[1:]:
         raise ValueError(
             f"The metric {name!r} cannot join rows of the shape {rows.shape[1:]} with those of "
-            f"earlier batches, of {array.shape[1:]}: pad sequences to one length, or pick what has "
-            "the same shape in each batch with metrics.on(arguments, metric)."
+            f"earlier batches, of {array.shape[1:]}: pad sequences to one length, or select arrays "
+            "of one shape in all batches with metrics.on(arguments, metric)."
         )
     if n + len(rows) > len(array):
         grown = np.empty((max(n + len(rows), 2 * len(array)), *array.shape[1:]), array.dtype)

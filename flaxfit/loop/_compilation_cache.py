@@ -1,4 +1,4 @@
-"""The compilation cache: a folder of compiled programs that later processes read."""
+"""The compilation cache: a folder of compiled programs for later processes."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
     if folder is None:
         return
     if folder == "auto":
-        _use_own()
+        _use_user_folder()
         return
     path = local_path(folder).absolute()
     try:
@@ -49,47 +49,47 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
         ) from error
     settings = {
         "jax_compilation_cache_dir": str(path),
-        # By default JAX leaves out what compiles within a second: most steps of small models.
+        # By default JAX skips programs that compile within a second: most steps of small models.
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     if all(getattr(jax.config, name) == value for name, value in settings.items()):
         return
     try:
-        _check_is_own(path)
+        _check_private(path)
     except PermissionError as error:
         warnings.warn(
-            f"Compiled programs of {path}, a given compilation_cache, are run: {error}. Let only "
-            "users whom you trust write to it.",
+            f"Programs in compilation_cache={path} will be executed, but {error}. Restrict write "
+            "access to users whom you trust.",
             stacklevel=4,
         )
     for name, value in settings.items():
         jax.config.update(name, value)
-    # JAX reads the folder once only, when it first compiles.
+    # JAX reads the setting only once, when it first compiles.
     compilation_cache.reset_cache()
 
 
-def _use_own() -> None:
-    """Uses the folder of this user, unless the user or JAX has chosen another one."""
+def _use_user_folder() -> None:
+    """Uses the per-user folder, unless the environment or JAX's configuration names another."""
     given = os.environ.get(_SWITCH, "auto")
     if jax.config.jax_compilation_cache_dir or given.lower() in _OFF:
         return
     if given != "auto":
         use_compilation_cache(given)
-    # Processes that compile one program together must all read it, or none of them.
+    # Processes that compile a program together must all find it in the cache, or none of them.
     elif not jax.distributed.is_initialized():
         use_compilation_cache(_prepared_folder())
 
 
 @functools.cache  # Warns once.
 def _prepared_folder() -> Path | None:
-    """Creates the folder of this user and trims it; warns and returns None if that fails."""
+    """Creates and trims the per-user folder; warns and returns None if that fails."""
     path = None
     try:
-        path = _own_folder()
+        path = _user_folder()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
-        _check_is_own(path)
+        _check_private(path)
         _trim(path, _MOST)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home.
         warnings.warn(
@@ -119,11 +119,11 @@ def _trim(folder: Path, most: int) -> None:
         size -= n
 
 
-def _own_folder() -> Path:
-    """The folder for this user, this kind of processor and this version of the compiler.
+def _user_folder() -> Path:
+    """Returns the folder for this user, processor model and jaxlib version.
 
-    What was compiled for one processor may end the process on another, and JAX's keys do not tell
-    those of a CPU apart.
+    A program compiled for one CPU model may crash on another, and JAX's cache keys do not
+    distinguish CPU models.
     """
     home = Path.home()
     if sys.platform == "win32":
@@ -138,7 +138,7 @@ def _own_folder() -> Path:
 
 
 def _processor() -> str:
-    """The model and the features of the processor, as far as the system tells them."""
+    """Returns the model and the features of the processor, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:
@@ -148,8 +148,8 @@ def _processor() -> str:
     return "\n".join(text for name, text in fields.items() if name.strip() in told)
 
 
-def _check_is_own(path: Path) -> None:
-    """Checks that nobody else can write to the folder: its programs are run."""
+def _check_private(path: Path) -> None:
+    """Checks that no other user can write to the folder: its programs are executed."""
     if hasattr(os, "getuid"):
         about = path.stat()
         if about.st_uid != os.getuid() or about.st_mode & 0o022:

@@ -1,4 +1,4 @@
-"""Consistency: the processes of a run do the same, or all of them fail with what differs."""
+"""Consistency: checks that the processes of a run agree; otherwise all fail with one message."""
 
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -19,10 +19,10 @@ _MOST_NAMED = 3
 
 
 class Consistency:
-    """Compares what the processes are about to do before they wait for each other on the devices.
+    """Compares the next action of all processes on the host, before their first collective.
 
-    On the devices they would wait forever, or add up arrays that do not belong together. A step
-    whose program is known exchanges nothing, and neither does a single process.
+    Processes that disagree would deadlock in a collective, or reduce unrelated arrays. A step with
+    a cached program exchanges nothing, and neither does a single process.
     """
 
     def __init__(self, strategy: Strategy):
@@ -30,38 +30,38 @@ class Consistency:
         self._stepped = 0
 
     def state(self, step: int, state: PyTree) -> None:
-        """Checks that all continue from the same state, as far as each holds it."""
+        """Checks that all processes continue from the same state, by its addressable arrays."""
         self._stepped = 0
         if self.is_needed:
             self._say(f"step {step:,} of a state with the checksum {_checksum(state):08x}", True)
 
     def whole(self, topic: str, tree: PyTree) -> None:
-        """Checks that all hold the same arrays, before devices get parts of them."""
+        """Checks that all processes hold the same arrays, before they are sharded."""
         if self.is_needed:
             held = {path: _words(x) for path, x in flat(tree).items() if _is_held(x)}
             self._compare(topic, {path: _crc(np.asarray(x)) for path, x in held.items()})
 
     def data(self, position: Json) -> None:
-        """Checks that all are at the same position of the same data."""
+        """Checks that all processes are at the same position of the same data."""
         if self.is_needed:
             self._say(f"data at {position_text(position)}", True)
 
     def program(self, step: int, batch: Batch, *, is_weighted: bool = False) -> None:
-        """Checks that all are about to take the first step with batches of these shapes."""
+        """Checks that all processes are about to compile for batches of these shapes."""
         if self.is_needed:
             parts = batch._asdict() | ({} if is_weighted else {"weights": None})
             shapes = [f"{path} {x.dtype}{list(x.shape)}" for path, x in flat(parts).items()]
             self._say(f"step {step:,} as the first with {', '.join(shapes)}", True)
 
     def stepped(self, program: Hashable) -> None:
-        """Records the program of a step, for the next checkpoint."""
+        """Adds the program of a step to the checksum that the next checkpoint compares."""
         if self.is_needed:
             self._stepped = zlib.crc32(repr(program).encode(), self._stepped)
 
     def compiled(self, step: int, text: str) -> None:
-        """Checks that all have compiled the same program, from its lowered text."""
+        """Checks that all processes have compiled the same program, by its lowered text."""
         if self.is_needed:
-            # The number of a function that calls back to Python may be its address.
+            # A callback to Python is identified by a number that may be its address.
             lines = [line for line in text.splitlines() if "callback" not in line]
             named = {
                 f"line {n} of the program from step {step:,} on": x for n, x in enumerate(lines)
@@ -69,24 +69,25 @@ class Consistency:
             self._compare("the program of a step", named)
 
     def checkpoint(self, step: int, state: PyTree) -> None:
-        """Checks that all are at the same checkpoint, by the same programs, in the same state."""
+        """Checks that all processes reached this checkpoint by the same programs, in one state."""
         if self.is_needed:
             self._say(f"a checkpoint at step {step:,}, by programs of the sum {self._stepped:08x}")
             sums = _sums(state)
             self._compare("the state", {f"{x} after step {step:,}": sums[x] for x in sums})
 
     def stop(self, wanted: bool) -> bool:
-        """Returns whether one of the processes has ended the run."""
+        """Returns whether any process wants to end the run."""
         return any(exchange("whether to stop", wanted)) if self.is_needed else wanted
 
     def end(self, what: str, n: int, in_flight: Iterable[PyTree]) -> None:
-        """Checks that all are at the end of their data."""
+        """Checks that the data of all processes ends here."""
         if self.is_needed:
-            jax.block_until_ready([*in_flight])  # The others have then come this far, too.
+            # Its collectives finish only once every process has joined them: nobody is far behind.
+            jax.block_until_ready([*in_flight])
             self._say(f"the end of the {what} data after {n:,}")
 
     def _compare(self, topic: str, parts: Mapping[str, str]) -> None:
-        """Checks that all have the same parts; names some that differ."""
+        """Checks that all processes have the same parts; the error names some that differ."""
         sums = {name: zlib.crc32(part.encode()) for name, part in parts.items()}
         total = zlib.crc32(repr(sums).encode())
         if len({*exchange(topic, total, seconds=_SLOW_SECONDS)}) == 1:
@@ -102,7 +103,7 @@ class Consistency:
 
 
 def agreed_shardings(strategy: Strategy) -> Callable[[PyTree], PyTree] | None:
-    """Returns `strategy.shardings`, which first compares a state that each process holds whole."""
+    """Returns `strategy.shardings`, preceded by a check that all processes hold the same state."""
     find = strategy.shardings
     if find is None:
         return None
@@ -115,10 +116,10 @@ def agreed_shardings(strategy: Strategy) -> Callable[[PyTree], PyTree] | None:
 
 
 def _sums(state: PyTree) -> dict[str, str]:
-    """Checksums of the arrays of a state of which each process has a copy, by path."""
+    """Returns the checksums of the fully replicated arrays of a state, by path."""
     own = {path: x.addressable_data(0) for path, x in flat(state).items() if x.is_fully_replicated}
     found = digests_or_sources({path: _words(x) for path, x in own.items()})
-    # On a CPU that is their memory, for which no program is compiled.
+    # On a CPU `found` holds the arrays themselves, so that no program is compiled for digests.
     return {path: x if isinstance(x, str) else _crc(x) for path, x in found.items()}
 
 
@@ -127,13 +128,13 @@ def _crc(array: np.ndarray) -> str:
 
 
 def _words(leaf: Array) -> Array:
-    """A leaf as numbers, of which a typed random key is made."""
+    """Returns a leaf as numbers; for a typed random key, its key data."""
     is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if is_key else leaf
 
 
 def _is_held(leaf: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether this process has the whole content of a leaf, which may be a shape alone."""
+    """Whether a leaf is an array, not a shape, and this process can address all of it."""
     return getattr(leaf, "is_fully_addressable", not isinstance(leaf, jax.ShapeDtypeStruct))
 
 

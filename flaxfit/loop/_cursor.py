@@ -1,4 +1,4 @@
-"""Cursor: a position in a stream, behind the last batch that was trained on."""
+"""Cursor: reads a stream ahead, and tracks the position after the last committed batch."""
 
 import contextlib
 from typing import Any
@@ -14,10 +14,10 @@ from flaxfit.tree import Data, Json, PyTree
 
 
 class Cursor:
-    """Fetches batches, and knows the position behind the last one that was trained on.
+    """Fetches items of a stream, and commits them once a step has been dispatched with them.
 
-    A fetched item stays until `stepped` commits it, so a failure in between loses none. `data` is
-    what `as_stream` takes, or None.
+    A fetched item stays in the queue until `stepped` commits it, so a failed step loses no data.
+    `data` is anything that `as_stream` takes, or None.
     """
 
     def __init__(self, data: Data, *, is_trained_on: bool = True):
@@ -27,22 +27,22 @@ class Cursor:
         """Whether the data is resident: placed on the devices, which gather batches there."""
         self.takes_rows = self.gathers or knows_rows(self.stream)
         """Whether fetched items are indices of rows, not examples."""
-        self._is_own = is_trained_on and type(self.stream) is ArrayStream
-        """Whether no method of the stream is the user's own."""
-        self._makes_arrays = self._is_own or type(self.stream) is PrefetchedStream
-        """Whether the arrays of a batch are new ones, or views of the user's."""
+        self._is_array_stream = is_trained_on and type(self.stream) is ArrayStream
+        """Whether it trains on an `ArrayStream` itself: a subclass may override its methods."""
+        self._makes_arrays = self._is_array_stream or type(self.stream) is PrefetchedStream
+        """Whether the stream assembles batches itself: new arrays, or views of the user's."""
         self.ended = False
-        """Whether there are no more batches."""
+        """Whether a step found no batch."""
         self.is_resumed = False
-        """Whether it was moved to the position of a checkpoint."""
+        """Whether `move_to` restored a position."""
         self._fetched: list[tuple[PyTree, Json]] = []
-        """Items that were not trained on yet, each with the position after it."""
+        """The fetched items that are not committed, each with the position after it."""
         self._position: Json = None
         self._has_run_out = False
-        """Whether the stream has stopped; one that stops after each pass would start another."""
+        """Whether the stream raised StopIteration; `next` would start another pass of some."""
 
     def move_to(self, position: Json) -> None:
-        """Moves to the position of a checkpoint, if it has one and the stream can."""
+        """Moves to the position of a checkpoint, if there is one and the stream supports it."""
         if position is not None and hasattr(self.stream, "set_state"):
             self.stream.set_state(position)
             self._fetched.clear()
@@ -51,17 +51,18 @@ class Cursor:
     def fetch(self, n: int, *, is_ahead: bool = False) -> list[PyTree]:
         """Returns the next `n` items, fewer at the end of the data.
 
-        Positions are read only if items may not be trained on at once: of several, or `is_ahead`.
+        Positions are read only for items that may stay in the queue: of several, or `is_ahead`.
         """
         if not self.has_data:
             raise ValueError(
                 "The task has no data: give TrainTask(data=...), or train on batches of your own, "
                 "TrainLoop(..., input_sample=x) and loop.next_step(batch)."
             )
-        if n > 1 and self.gathers and self._is_own and not self._fetched:
-            with contextlib.suppress(StopIteration):  # Raised again by what follows.
+        if n > 1 and self.gathers and self._is_array_stream and not self._fetched:
+            with contextlib.suppress(StopIteration):  # The loop below meets it again.
                 self._fetched = self.stream.next_rows_of(n)
         while len(self._fetched) < n and not self._has_run_out:
+            # A user's stream may refill one buffer: copy the previous item before reading on.
             if self._fetched and not (self.takes_rows or isinstance(self.stream, ArrayStream)):
                 item, position = self._fetched[-1]
                 self._fetched[-1] = detached(item), position
@@ -75,32 +76,32 @@ class Cursor:
         return [item for item, _ in self._fetched[:n]]
 
     def peek(self) -> list[PyTree]:
-        """Returns the next item, which stays to be trained on; none at the end of the data."""
+        """Returns the next item without committing it; an empty list at the end of the data."""
         if not self._fetched:
             self._position = self.stream_position()
         return self.fetch(1, is_ahead=True)
 
     def stepped(self, n: int) -> None:
-        """Commits the first `n` fetched items: devices train on them."""
+        """Commits the first `n` fetched items, after their step was dispatched."""
         self._position = self._fetched[n - 1][1]
         del self._fetched[:n]
 
     def shuffle_ahead(self) -> None:
         """Shuffles the next epoch while the devices compute."""
-        if self._is_own and not self._fetched:
+        if self._is_array_stream and not self._fetched:
             self.stream.order_ahead()
 
     @property
     def is_between_batches(self) -> bool:
-        """Whether no fetched item waits to be trained on."""
+        """Whether no fetched item is uncommitted."""
         return not self._fetched
 
     def position(self) -> Json:
-        """Returns the position behind the last item that was trained on; None if unknown."""
+        """Returns the position after the last committed item; None if unknown."""
         return self._position if self._fetched else self.stream_position()
 
     def stream_position(self) -> Json:
-        """Returns the position behind the last item that was fetched; None if unknown."""
+        """Returns the position after the last fetched item; None if unknown."""
         return self.stream.get_state() if hasattr(self.stream, "get_state") else None
 
     def examples(self, item: PyTree) -> PyTree:
@@ -121,8 +122,8 @@ class Cursor:
 
 
 def _make_read_only(item: PyTree) -> None:
-    """Tells strategies not to copy the new arrays of an item, as nobody writes to them."""
-    with contextlib.suppress(ValueError):  # JAX cannot sort its keys.
+    """Marks the new arrays of an item as read-only, so that strategies need not copy them."""
+    with contextlib.suppress(ValueError):  # JAX sorts the keys of a dict; some cannot be compared.
         for leaf in jax.tree.leaves(item):
             if isinstance(leaf, np.ndarray) and leaf.base is None:
                 leaf.flags.writeable = False

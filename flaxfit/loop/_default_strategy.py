@@ -1,4 +1,4 @@
-"""The strategy of a task where none is given, and which one its own step can run under."""
+"""The default strategy of a task, and the strategies that a custom step supports."""
 
 import contextlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def strategy_for(
     *,
     is_eager: bool = False,
 ) -> Strategy:
-    """The strategy that was given, or the default: one under which the step sees whole batches."""
+    """Returns the given strategy, or a default under which a custom step sees whole batches."""
     if devices is not None and strategy is not None:
         raise ValueError("Give either devices or a strategy, not both: strategies hold devices.")
     if strategy is not None and not hasattr(type(strategy), "compile"):
@@ -36,18 +36,19 @@ def strategy_for(
 
 
 def check_strategy(task: TrainTask, strategy: Strategy) -> None:
-    """Checks that a step of the user's own sees whole batches.
+    """Checks that a custom step sees whole batches.
 
     Raises:
-      ValueError: it would see the parts of several replicas, which nothing would bring together.
+      ValueError: the step would run once per replica, and nothing would reduce its results.
     """
     if task.step is not None and strategy.axis_name is not None and strategy.n_devices > 1:
         raise ValueError(
             f"The task has a custom step, which needs whole batches, but {strategy!r} gives each "
-            f"of {strategy.n_devices} devices a part: use strategy=Sharded(), or one device."
+            f"of {strategy.n_devices} devices a part of them. Use strategy=Sharded(), or one "
+            "device."
         )
 
 
 def eagerly(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
-    """Keeps JAX from compiling and tracing in a `with` block, if the strategy runs eagerly."""
+    """Disables `jax.jit` within a `with` block, if the strategy runs eagerly."""
     return jax.disable_jit() if strategy.runs_eagerly else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""A notice, once in a process, if a GPU may not compute the same bits twice."""
+"""Prints a notice, once per process, if a GPU may not reproduce results bit for bit."""
 
 import os
 from collections.abc import Callable
@@ -8,12 +8,12 @@ _unsaid = [
     "the GPU may not repeat a run bit for bit: set XLA_FLAGS=--xla_gpu_deterministic_ops=true "
     "before JAX is imported, in this run and in those that resume it"
 ]
-# They exclude kernels that add in any order, and the choice of kernels by timing them.
+# Together they are as exact: no kernels that add in any order, no choice of kernels by timing.
 _PARTS = {"xla_gpu_exclude_nondeterministic_ops": "true", "xla_gpu_autotune_level": "0"}
 
 
 def say_if_inexact(say: Callable[[str], None], platform: str) -> None:
-    """Says how to get the same bits again, if the platform needs a flag for it that is not set."""
+    """Prints which flag makes runs reproducible, if the platform needs one that is not set."""
     if is_inexact(platform, os.environ.get("XLA_FLAGS", "")):
         while _unsaid:
             say(_unsaid.pop())

@@ -1,4 +1,4 @@
-"""Division: whether batches may be divided and padded; proved by traces, or tried on a batch."""
+"""Division: proves by traces, or tests on a batch, that batches may be divided and padded."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ from flaxfit.task import EvalTask, LossByOutput, TrainTask
 from flaxfit.tree import Array, ArrayLike, Function, PyTree, runs_eagerly, structure_of
 
 _AMOUNT = 0.2
-"""How far parameters are moved in the second trial."""
+"""The amplitude of the parameter perturbation in the second trial."""
 MIXES = "the model computes outputs from several examples of the batch"
 
 
@@ -53,27 +53,27 @@ def examine(
     *,
     may_pad: bool,
 ) -> str:
-    """Checks that batches of a task may be divided as they are, and finds why not to pad them.
+    """Checks that dividing batches keeps the results of a task; returns why padding is unsafe.
 
     Args:
-      task: what to train or to measure.
+      task: the task to train or to measure.
       strategy: the strategy, which may divide batches.
       state: the state.
       batch: the first batch.
-      result: the shapes of the results of its forward pass.
-      known: what was found before, by the shapes of state and batch; it is added to.
+      result: the shapes of the forward pass on this batch.
+      known: a cache of earlier answers, by the shapes of state and batch; extended in place.
       may_pad: whether a batch may have to be padded.
 
     Returns:
-      Why rows of weight 0 would change results; "" if they would not, or none are added.
+      Why rows of weight 0 would change results; "" if they would not, or are never added.
 
     Raises:
-      ValueError: a batch is divided, or padded, and something would not be what it is for a whole
-        batch.
+      ValueError: dividing or padding a batch would change a result.
     """
     n_parts = task.accumulate if isinstance(task, TrainTask) else 1
     why_not, is_replaced = _why_not_pad(task, result), _replaces_targets(task, batch)
-    # A loss that may not be divided is given the rows of all replicas, where that can be.
+    # A loss that combines rows receives the rows of all replicas, unless replicas or parts run one
+    # after the other (`is_apart`), or there is a loss for each output.
     is_apart = n_parts > 1 or strategy.virtual_replicas is not None
     may_gather = not (is_apart or isinstance(task.loss, LossByOutput))
     with_losses = is_replaced or task.across is None and (task.pad or not may_gather)
@@ -83,7 +83,7 @@ def examine(
         evaluation = pass_of(task, with_losses=with_losses, evaluates=True)
     division = Division(strategy, run, n_parts, is_noisy, _values_of(task), evaluation)
     is_asked = division.text or is_replaced or may_pad and not why_not
-    # Such a hook is given examples one by one, and nothing else is allowed there.
+    # `example_grads_hook` computes examples one by one, and refuses losses that combine them.
     if not is_asked or getattr(task, "example_grads_hook", None) is not None:
         return why_not
     key = (structure_of((state, batch)), may_pad)
@@ -92,7 +92,7 @@ def examine(
     states = states_of(task)
     mixed, changed = division.find(state, batch, states)
     if task.objective is None and (mixed == MODEL or division.is_noisy):
-        # Losses and metrics of outputs that depend on other rows may combine rows themselves.
+        # A model that mixes rows hides whether losses and metrics do so: examine these alone.
         own = division._replace(run=comparison_of(task, with_losses=with_losses), evaluation=None)
         load = functools.partial(division.with_outputs, task, state, batch, states)
         shapes = batch._replace(inputs=result.outputs)
@@ -107,7 +107,7 @@ def examine(
         raise ValueError(about_rows(compared, division.text, n_parts, pad=task.pad))
     why_not = why_not or (MIXES if mixed else "")
     if task.objective is not None and task.metrics and isinstance(task, EvalTask):
-        # These are measured of outputs of their own.
+        # Evaluation computes outputs for the metrics by a separate call: examine that, too.
         beside, plain = copy.copy(task), result._replace(values=None, penalty=None)
         beside.__dict__.update(objective=None, loss=None)
         other = examine(beside, strategy, state, batch, plain, {}, may_pad=may_pad)
@@ -117,7 +117,7 @@ def examine(
 
 
 def _why_not_pad(task: TrainTask | EvalTask, result: ForwardPass) -> str:
-    """Why rows of weight 0 would change results, by the task and the shapes of its results."""
+    """Returns why padding is unsafe, from the options and result shapes alone; "" if unknown."""
     if task.across is not None:
         return "the loss sees the whole batch"
     if not task.pad:
@@ -133,7 +133,10 @@ def _why_not_pad(task: TrainTask | EvalTask, result: ForwardPass) -> str:
 
 
 def _values_of(task: TrainTask | EvalTask) -> Function:
-    """The values of metrics of their sums, which may represent the same in several ways."""
+    """Returns a function from the sums of a metric to its value.
+
+    Values are compared, not sums, since different sums may stand for one value.
+    """
     metrics = {f"The metric {name!r}": metric for name, metric in task.metrics.items()}
 
     def compute(owner: str, sums: PyTree) -> PyTree:
@@ -143,16 +146,16 @@ def _values_of(task: TrainTask | EvalTask) -> Function:
             warnings.simplefilter("ignore")
             try:
                 return metrics[owner].compute(sums)
-            except Exception:  # Of so few rows there may be no value.
+            except Exception:  # A metric may be undefined on so few rows.
                 return ()
 
     return compute
 
 
 def _replaces_targets(task: TrainTask | EvalTask, batch: Batch) -> bool:
-    """Whether targets of weight 0 are replaced although the task allows no padding.
+    """Whether targets of weight 0, which may be invalid, are replaced in a task without padding.
 
-    They may be invalid. Where batches may be padded, no loss may compare examples anyway.
+    With padding, a loss that compares examples is refused in any case.
     """
     if task.pad or batch.weights is None or not jax.tree.leaves(batch.targets):
         return False
@@ -167,12 +170,12 @@ def _is_by_output(task: TrainTask | EvalTask, batch: Batch) -> bool:
 
 
 def _moved(state: PyTree, amount: ArrayLike) -> PyTree:
-    """The state after its parameters moved: a weight of zero hides what depends on it."""
+    """Perturbs the parameters: a weight of exactly zero would hide what depends on it."""
 
     def moved(x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        # As large as that of usual first weights, so that deep models stay finite.
+        # 1 / sqrt(fan_in), as in common initializers: activations of deep models stay finite.
         scale = math.prod(x.shape[:-1]) ** -0.5
         by = jnp.sin(1 + 78.233 * jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
         return (x + amount * scale * by).astype(x.dtype)
@@ -181,40 +184,40 @@ def _moved(state: PyTree, amount: ArrayLike) -> PyTree:
 
 
 class _Programs(NamedTuple):
-    """What a trial runs: `(state with an amount, batch, seed) -> Pass`, compiled when called."""
+    """The functions of a trial, `((state, amount), batch, seed) -> Pass`, compiled when called."""
 
     one: Function
-    """The pass over a batch, or a part of it."""
+    """The pass over a batch or a part of it."""
     together: Function
-    """The pass over halves that are stacked, which may reduce over the axis of replicas."""
+    """The pass over stacked halves, mapped over the axis of replicas."""
     evaluation: Function | None
-    """The pass in evaluation mode, if that is to be tried."""
+    """The pass in evaluation mode; None if no trial needs it."""
 
 
 class Division(NamedTuple):
-    """How the batches of a pass are divided."""
+    """A pass, and the division of its batches among replicas and parts."""
 
     strategy: Strategy
     run: Function
     """The pass, see `pass_of`: `(state, batch, states of companions, seed) -> Pass`."""
     n_parts: int = 1
-    """The parts that a replica computes one after the other."""
+    """The number of parts that a replica computes one after the other."""
     is_noisy: bool = False
-    """Whether the model keeps statistics of the batch, as BatchNorm does."""
+    """Whether the model normalizes by statistics of the batch, as BatchNorm does."""
     compute: Function = lambda owner, sums: sums
-    """What the sums of a metric stand for, see `try_halves`."""
+    """Computes the value of a metric from its sums, see `try_halves`."""
     evaluation: Function | None = None
-    """The pass of a task to train in evaluation mode, in which its rows may not be random."""
+    """The pass of a training task in evaluation mode, where its rows may be deterministic."""
 
     @property
     def n_replicas(self) -> int:
-        """The number of replicas that see a part of a batch only."""
+        """The number of replicas among which a batch is divided."""
         is_mapped = self.strategy.axis_name is not None or self.strategy.virtual_replicas
         return self.strategy.n_devices if is_mapped else 1
 
     @property
     def text(self) -> str:
-        """The option that divides a batch; "" if it is computed as a whole."""
+        """The option that divides a batch, for messages; "" if it is computed as a whole."""
         if self.n_parts > 1:
             return f"accumulate={self.n_parts}"
         if self.n_replicas == 1:
@@ -229,17 +232,18 @@ class Division(NamedTuple):
         states: PyTree,
         load: Callable[[], Batch] | None = None,
     ) -> tuple[str, Difference]:
-        """Finds what a division would change.
+        """Finds which results depend on the division of a batch.
 
         Args:
           state: the state.
           batch: the first batch.
           states: the variables of companions.
-          load: makes the batch, if `batch` holds the shapes alone.
+          load: makes the batch, if `batch` holds shapes only.
 
         Returns:
-          The owner of rows that depend on other rows, or "", and what this division changes. The
-          former forbids padding; a module may reduce over the axis of replicas by itself.
+          The owner of rows that depend on other rows, or "", and the results that this division
+          changes. Dependent rows forbid padding, but not this division if the module reduces over
+          the axis of replicas itself.
         """
         if not has_rows(batch):
             return "", Difference()
@@ -252,6 +256,7 @@ class Division(NamedTuple):
                 if found[0] or any(found[1]):
                     break
         if self.strategy.n_processes > 1:
+            # Findings may differ between processes, which must decide alike: any difference counts.
             told = exchange("whether a batch may be divided", [found[0], *found[1]])
             first = next((each for each in told if any(each)), told[0])
             found = first[0], Difference(*first[1:])
@@ -260,9 +265,10 @@ class Division(NamedTuple):
     def with_outputs(
         self, task: TrainTask | EvalTask, state: PyTree, batch: Batch, states: PyTree
     ) -> Batch:
-        """The batch with outputs of the model in the place of its inputs; its first may be zero."""
+        """Returns the batch with the model's outputs as inputs, for losses and metrics."""
         run = self.strategy.bind(functools.partial(outputs_of, task))
         run = run if runs_eagerly(run) else jax.jit(run)
+        # Perturbed, because the outputs of initial weights are often all zero.
         moved = _moved(self._own(state), np.float32(_AMOUNT))
         return batch._replace(inputs=run(moved, batch, states))
 
@@ -275,27 +281,30 @@ class Division(NamedTuple):
         *,
         is_chained: bool = False,
     ) -> Proof:
-        """Tries to prove it for a pass, unless that runs operation by operation."""
-        bound, n_shares = self.strategy.bind(run), self.n_replicas * self.n_parts
+        """Tries to prove that rows are independent; an eager pass has no trace to prove it by."""
+        bound, n_divided = self.strategy.bind(run), self.n_replicas * self.n_parts
         if runs_eagerly(bound):
             return Proof(is_apart=False)
-        given = state, batch, states, self._part(batch), n_shares if n_shares > 1 else 2
+        # Two sizes are traced, that of a part and a multiple of it: a dimension that differs
+        # between the traces is an axis of rows, and one that does not is a constant.
+        given = state, batch, states, self._part(batch), n_divided if n_divided > 1 else 2
         axis = self.strategy.axis_name
+        # Without the axis, a pass that names it raises a NameError, which `prove` reports.
         proof = prove(bound if axis is None else run, *given, is_chained=is_chained)
         if not proof.names_axis:
             return proof
         return prove(bound, *given)._replace(is_apart=False, names_axis=True)
 
     def _part(self, batch: Batch) -> int:
-        """The number of examples in a part of a batch, at least 2."""
+        """Returns the number of examples in a part of a batch, at least 2."""
         return max(2, -(-n_examples(batch) // (self.n_replicas * self.n_parts)))
 
     def _trial(
         self, state: PyTree, batch: Batch, states: PyTree, proof: Proof
     ) -> Callable[[ArrayLike], tuple[str, Difference]]:
-        """Returns a function that tries it after parameters were moved by an amount.
+        """Returns a trial as a function of the perturbation of the parameters.
 
-        The programs are compiled once, for all amounts.
+        The amount is an argument of the programs, so that they are compiled once for all amounts.
         """
         run, own = self.strategy.bind(self.run), self._own(state)
         jit = (lambda f: f) if runs_eagerly(run) else jax.jit
@@ -305,8 +314,8 @@ class Division(NamedTuple):
             return lambda state, batch, seed: moved(state, batch, states, seed)
 
         evaluation = self.evaluation if proof.draws and not self.is_noisy else None
-        # Where the proof holds, no trial: it would refuse numbers that a module draws from a key of
-        # its own, which are the same for each seed, and others for other sizes.
+        # A proof replaces the trial, which would refuse random numbers that a module draws from a
+        # fixed key: equal for all seeds, but different for other batch sizes.
         if evaluation is not None and self._prove(evaluation, state, batch, states).is_apart:
             evaluation = None
         axes = None, 0, None, None
@@ -325,7 +334,7 @@ class Division(NamedTuple):
         states: PyTree,
         proof: Proof,
     ) -> tuple[str, Difference]:
-        """Tries it, where it is not proved; the state comes with how far to move parameters."""
+        """Compares the pass over a batch with those over its halves, for a perturbed state."""
         axis, (one, together, evaluation) = self.strategy.axis_name, programs
         halves = functools.partial(
             *(try_halves, one, state, batch),
@@ -346,8 +355,8 @@ class Division(NamedTuple):
             mixed = try_halves(evaluation, state, batch, compute=self.compute).rows
         if mixed and not is_joint:
             changed = Difference(rows=mixed)
-        # Losses of the library reduce over replicas only where the axis is mapped, which the trial
-        # of single halves does not do. Random rows cannot be compared.
+        # The library's losses reduce over replicas only under a mapped axis, which the trial of
+        # single halves lacks: map the halves together. Random rows cannot be compared.
         may_be_joint = any(changed) and self.n_parts == 1 and not proof.draws
         if is_joint or may_be_joint and reduces_over(axis, self.run, state[0], batch, states):
             joint = halves(together=together)
@@ -362,12 +371,12 @@ class Division(NamedTuple):
 
             chain = halves(continued=continued)
             state_of_replicas = changed.state if self.n_replicas > 1 else ""
-            rows = changed.rows or chain.rows  # Those of the second may read the state.
+            rows = changed.rows or chain.rows  # Rows of the second half may read the model state.
             changed = Difference(rows, state_of_replicas, chain.chained, changed.penalty)
         return mixed, changed
 
     def _own(self, state: PyTree) -> PyTree:
-        """The state in arrays of this process: on one device where each device has all of it."""
+        """Returns the state as arrays of this process; one copy if it is replicated."""
         arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
         if all(x.is_fully_replicated for x in arrays):
             return jax.tree.map(
@@ -379,11 +388,11 @@ class Division(NamedTuple):
         """Refuses a division that changes results.
 
         Args:
-          changed: what `find` has found.
+          changed: the second result of `find`.
           pad: whether the task allows padding.
 
         Raises:
-          ValueError: something is changed, named with the ways out.
+          ValueError: the division changes a result; names it and the alternatives.
         """
         why = about_change(changed, self.text, self.n_parts, self.strategy.axis_name, pad=pad)
         if self.text and why:

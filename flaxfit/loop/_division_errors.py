@@ -1,4 +1,4 @@
-"""Messages about divisions and padding that would change results, with the ways out."""
+"""Error messages about dividing or padding batches where that would change results."""
 
 from flaxfit.step import MODEL, OBJECTIVE, Difference
 
@@ -6,12 +6,12 @@ from flaxfit.step import MODEL, OBJECTIVE, Difference
 def about_change(
     changed: Difference, text: str, n_parts: int, axis: str | None, *, pad: bool
 ) -> str:
-    """Says what a division would change; "" if nothing.
+    """Describes the result that a division would change, with alternatives; "" if none.
 
     Args:
-      changed: what was found.
+      changed: the results that differ.
       text: the option that divides the batch.
-      n_parts: the parts that a replica computes one after the other.
+      n_parts: the number of parts that a replica computes one after the other.
       axis: the name of the axis of replicas, if one is mapped.
       pad: whether the task allows padding.
     """
@@ -22,21 +22,21 @@ def about_change(
         advice += f", or reduce over the replicas in the module: jax.lax.psum(x, {axis!r})"
     if path := changed.state or changed.chained:
         return (
-            f"Cannot divide a batch, with {text}: the state {path!r} that the model updates would "
-            "differ from that of the whole batch, as it is neither the mean of those of its parts "
-            f"nor the same in all. Use {advice}."
+            f"Cannot divide a batch, with {text}: the model updates the state {path!r} to a value "
+            "that is neither the mean over the parts of the batch nor equal in all of them, so the "
+            f"result would differ from that of the whole batch. Use {advice}."
         )
     if changed.penalty:
         return (
             f"Cannot divide a batch, with {text}: the penalty that the model adds to the loss is "
-            "not the mean of those of the parts of a batch. Return or sow a mean over the "
-            f"examples instead of a sum. Or use {advice}."
+            "not the mean of the penalties of the parts. Return or sow a mean over the examples "
+            f"instead of a sum. Or use {advice}."
         )
     return ""
 
 
 def about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
-    """Says what computes rows that depend on other rows; the arguments are as above."""
+    """Explains that `owner` computes rows that depend on other rows; see `about_change`."""
     if owner == MODEL:
         advice = "accumulate=1" if n_parts > 1 else "strategy=Sharded(), or one device"
         return (
@@ -47,8 +47,8 @@ def about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
         where = f"with {text}" if text else "with batches that may be padded"
         return (
             f"Cannot compute this objective {where}: the value of an example depends on the other "
-            "examples of the batch, or on their number. Return one value per example, which "
-            "depends on that example alone. Or compute batches whole: pad=False, one device or "
+            "examples of the batch, or on the batch size. Return one value per example that "
+            "depends on that example alone. Or compute whole batches: pad=False, one device or "
             "strategy=Sharded(), without accumulate and virtual_replicas. With pad=False an "
             "objective may also gather the rows of all devices itself: "
             "jax.lax.all_gather(x, 'replica', tiled=True)."
@@ -56,37 +56,37 @@ def about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
     if not pad and owner.startswith("The metric"):
         return (
             f"Cannot measure {owner.removeprefix('The metric ')} with {text}: the value of an "
-            "example depends on the other examples of the batch, and each part would be measured "
-            "by itself. Use one device, or strategy=Sharded(), without accumulate and "
+            "example depends on the other examples of the batch, but each part is measured "
+            "separately. Use one device, or strategy=Sharded(), without accumulate and "
             "virtual_replicas."
         )
     if not pad:
         return (
             f"{owner} cannot be computed with {text}: the value of an example depends on the other "
-            "examples of the batch, and the mean over the parts of a batch is not the loss of the "
-            "batch. Return one value per example, which depends on that example alone, or set "
-            "across='batch' in the task, which computes such a loss from the outputs of all parts."
+            "examples of the batch, so the mean over the parts is not the loss of the batch. "
+            "Return one value per example that depends on that example alone, or set "
+            "across='batch' in the task, which computes the loss from the outputs of all parts."
         )
     return (
         f"{owner} gives each example a value that depends on the other examples of its batch, or "
-        "on their number. Padding, and batches of another size, would change it. If it is meant to "
-        "look across the batch, set across='batch' in the task."
+        "on the batch size. Padding, and batches of another size, would change it. If it is meant "
+        "to compare examples of a batch, set across='batch' in the task."
     )
 
 
 def about_targets(owner: str, *, is_by_output: bool) -> str:
-    """Says that what computes a value compares targets, of which some are replaced."""
+    """Explains that `owner` compares examples, though targets of weight 0 are replaced."""
     why = (
-        "compares the examples of a batch, and targets of weight 0 are replaced, as they may be "
-        "invalid: the others would be compared with wrong ones."
+        "compares the examples of a batch, but targets of weight 0 may be invalid and are "
+        "replaced: other examples would be compared with wrong targets."
     )
     if owner == OBJECTIVE:
         return (
-            f"This objective {why} Pass what it compares as inputs, which are kept, or leave the "
-            "examples of weight 0 out of the data."
+            f"This objective {why} Pass the compared arrays as inputs, which are kept, or remove "
+            "the examples of weight 0 from the data."
         )
     way_out = "Pass one weight per example" if is_by_output else "Set across='batch' in the task"
     return (
-        f"{owner} {why} {way_out}, which keeps all targets, or leave the examples of weight 0 out "
-        "of the data."
+        f"{owner} {why} {way_out}, which keeps all targets, or remove the examples of weight 0 "
+        "from the data."
     )

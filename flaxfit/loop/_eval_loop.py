@@ -15,7 +15,7 @@ from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._division import examine
 from flaxfit.loop._feed import Feed, feed_of_pass
 from flaxfit.loop._in_flight import InFlight
-from flaxfit.loop._padding import Portion
+from flaxfit.loop._padding import PreparedBatch
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._programs import Programs
 from flaxfit.loop._state_layout import StateLayout
@@ -98,11 +98,11 @@ class EvalLoop:
         self._starters: Iterable[Callable[[], None]] = ()
         self._is_given = strategy is not None
         self._collecting = of_rows(task.metrics)
-        # One stream, so that wide arrays are narrowed once and not at each measurement.
+        # One stream for all measurements, so that 64-bit arrays are narrowed only once.
         self._data = None
         if task.data is not None:
             self._data = as_stream(task.roles.of_data_set(task.data))
-        self._checked: Data = None  # The data whose values were checked whole.
+        self._checked: Data = None  # The data whose values were all validated.
         self._forget()
 
     def _forget(self) -> None:
@@ -121,11 +121,11 @@ class EvalLoop:
         return self._strategy
 
     def attach(self, loop: Any) -> None:
-        """Uses the strategy of the loop, if none was given, and companions that it shares."""
+        """Adopts the strategy of a loop, if none was given, and companions common to both."""
         if not self._is_given and self._strategy is not loop.strategy:
             self._strategy = loop.strategy
             self._forget()
-        observers = getattr(loop, "on", None)  # A `Model` that evaluates has none.
+        observers = getattr(loop, "on", None)  # None: `Model.evaluate` passes its `Trainer`.
         self._starters = () if observers is None else observers.before_validation
         own, is_in_place = self.task.companions, self._strategy is loop.strategy
         if own and is_in_place and are_same(own, loop.task.companions):
@@ -136,7 +136,7 @@ class EvalLoop:
 
     @property
     def adds(self) -> dict[str, str | None]:
-        """The metrics that are added to a checkpoint: name -> "min", "max" or None."""
+        """The metrics that it adds to a checkpoint: name -> "min", "max" or None."""
         has_loss = self.task.loss is not None or self.task.objective is not None
         loss = {f"{self.name}_loss": "min"} if has_loss else {}
         unnamed = self._unnamed
@@ -145,12 +145,12 @@ class EvalLoop:
 
     @property
     def adds_more(self) -> bool:
-        """Whether it may add others: what an objective or a collected metric returns by name."""
+        """Whether it may add further names, returned by an objective or a collected metric."""
         return bool(self._unnamed) or self.task.objective is not None
 
     @property
     def _unnamed(self) -> list[str]:
-        """The metrics that may turn out to be several: their names come with their values."""
+        """The metrics whose values may be mappings: their names are known only after computing."""
         return [name for name, metric in self._collecting.items() if metric.mode is None]
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -206,26 +206,26 @@ class EvalLoop:
         self._companions.refresh()
         companions, latest, update = self._companions.arguments, None, None
         for n, (_, loaded) in enumerate(itertools.islice(feed, n_steps), 1):
-            portion = loaded.portion
-            if portion is not latest:  # Batches like the one before share its portion.
-                latest = portion
-                update = programs.compiled.get((portion.signature, shapes))
+            prepared = loaded.prepared
+            if prepared is not latest:  # Batches with a cached plan share one object.
+                latest = prepared
+                update = programs.compiled.get((prepared.signature, shapes))
                 in_flight.expect(loaded.n_bytes)
-                if portion.strategy is not strategy:
-                    strategy = portion.strategy
+                if prepared.strategy is not strategy:
+                    strategy = prepared.strategy
                     state, totals = strategy.share((state, totals))
                     leaves, companions = layout.flatten(state), self._companions.moved(strategy)
             position = (np.uint32(n - 1),) if self.task.rngs else ()
             arguments = (leaves, totals, *companions, *position, loaded.arrays)
             if update is None:
-                with programs.compiling(consistency, portion, n):
-                    update = self._compile(layout, portion, arguments)
-                programs.compiled[portion.signature, shapes] = update
+                with programs.compiling(consistency, prepared, n):
+                    update = self._compile(layout, prepared, arguments)
+                programs.compiled[prepared.signature, shapes] = update
             totals, rows = update(*arguments)
             in_flight.add(totals, ())
             if rows:
                 waiting.append((strategy, rows))
-            if len(waiting) > 2:
+            if len(waiting) > 2:  # Reading rows waits for the devices: let them run ahead.
                 collect()
             if watch is not None:
                 watch(n)
@@ -245,7 +245,7 @@ class EvalLoop:
         n_steps: int | None = None,
         in_phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Validates the first batch, as `measure` would, without measuring anything.
+        """Validates the first batch as `measure` does, without measuring anything.
 
         Args:
           state: as in `measure`.
@@ -266,7 +266,7 @@ class EvalLoop:
                 self._inspect(feed, first[0], state, data, is_cut=is_cut)
 
     def _given(self, data: Data) -> Data:
-        """Returns the data to measure on: that of the task, if no other is given."""
+        """Returns the given data, or that of the task."""
         if data is None and self._data is None:
             raise ValueError(
                 "There is nothing to evaluate: give data to the task, EvalTask(..., data=(x, y)), "
@@ -275,7 +275,7 @@ class EvalLoop:
         return self._data if data is None else data
 
     def _pass(self, data: Data, n_steps: int | None) -> Feed:
-        """Returns the batches of one pass over the data, of which `n_steps` are measured."""
+        """Returns the feed of one pass over the data."""
         roles = self.task.roles
         data = roles.of_data_set(data)
         return feed_of_pass(data, n_steps, self.task, self.strategy, roles, endless=_ENDLESS)
@@ -288,7 +288,7 @@ class EvalLoop:
     def _inspect(
         self, feed: Feed, first: PyTree, state: PyTree, data: Data, *, is_cut: bool
     ) -> Sums:
-        """Validates the first batch, for the feed of all; returns the shapes of their sums."""
+        """Validates the first batch, and decides how the feed pads; returns the shapes of sums."""
         bind = self.strategy.bind
         is_known, self._checked = data is self._checked, data
         batch, whole = feed.begin(first), None if is_known else feed.whole()
@@ -309,10 +309,10 @@ class EvalLoop:
         return {k: each for k, each in result.sums.items() if k not in self._collecting}
 
     def _compile(
-        self, layout: StateLayout, portion: Portion, arguments: tuple[PyTree, ...]
+        self, layout: StateLayout, prepared: PreparedBatch, arguments: tuple[PyTree, ...]
     ) -> Function:
-        """Compiles `(leaves, totals, *position, arrays) -> (totals, rows)` for such batches."""
-        strategy, structure = portion.strategy, jax.tree.structure(portion.batch)
+        """Compiles `(leaves, totals, *position, arrays) -> (totals, rows)` for a signature."""
+        strategy, structure = prepared.strategy, jax.tree.structure(prepared.batch)
 
         def update(leaves: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, PyTree]:
             bound, (*position, arrays) = self._companions.bound(self.task, others)

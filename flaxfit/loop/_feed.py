@@ -1,4 +1,4 @@
-"""Feed: brings the batches of a stream onto the devices, as compiled programs take them."""
+"""Feed: turns the items of a stream into arguments of compiled programs, on the devices."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from flaxfit.data._stream import pass_length
 from flaxfit.loop._assembly import Assembler, Loaded
 from flaxfit.loop._cursor import Cursor
 from flaxfit.loop._local_rows import check_divided, knows_rows, local_examples, local_rows
-from flaxfit.loop._padding import Padder, Portion, may_be_whole
+from flaxfit.loop._padding import Padder, PreparedBatch, may_be_whole
 from flaxfit.step import check_weights_of
 from flaxfit.strategies import Strategy
 from flaxfit.task import EvalTask
@@ -24,20 +24,19 @@ _MOST_TO_COPY = 2**28  # Bytes.
 
 
 class Feed:
-    """Pads, stacks and splits the batches of a stream, and batches that are given instead.
+    """Pads, stacks and splits the batches of a stream, or single batches from the user.
 
-    Its owner lets it `begin` with a first batch, validates that batch, and lets it `decide` how
-    all are padded or split. It knows nothing of its owner.
+    The owner calls `begin` with a first batch, validates that batch, and calls `decide` with the
+    outcome, which fixes how all batches are padded or split.
 
     Args:
       strategy: the devices.
-      form: brings an item with columns into the form of a batch.
-      parts: the number of parts in which a device computes its share of a batch.
+      form: converts an item with columns into a batch.
+      parts: the number of parts that a device computes its rows of a batch in.
       is_mixed: whether batches may have different structures.
       is_whole: whether a batch may be any pytree; see `may_be_whole`.
-      drops_weights: whether data of equal batches does without weights of 1, by a program of its
-        own.
-      say: prints a notice for the user.
+      drops_weights: whether batches of equal size get no weights of 1, but a program without them.
+      say: prints a notice.
     """
 
     def __init__(
@@ -52,37 +51,37 @@ class Feed:
         say: Callable[[str], None] = lambda text: None,
     ):
         self.shapes: Batch | None = None
-        """Shapes and dtypes of the latest first batch; None before there is one."""
+        """Shapes and dtypes of the latest first batch; None before `begin`."""
         self.is_whole = is_whole
         self._strategy, self._form, self._say = strategy, form, say
         self._parts, self._is_mixed, self._drops_weights = parts, is_mixed, drops_weights
 
     def take_from(self, cursor: Cursor) -> None:
-        """Continues with another cursor."""
+        """Switches to another cursor."""
         if cursor.has_data:
             check_divided(cursor.stream, self._strategy)
         self.cursor = cursor
-        self.is_own = self._strategy.n_processes > 1 and not cursor.takes_rows
-        """Whether the stream gives this process its own share of each batch."""
+        self.is_process_local = self._strategy.n_processes > 1 and not cursor.takes_rows
+        """Whether the stream yields only this process's rows of each batch."""
         self.batch_size = 0
-        """The number of examples in a regular batch; 0 if it is not known yet."""
+        """The number of examples in a regular batch; 0: unknown."""
         self.resident: Batch | None = None
-        """The data on the devices, if the update gathers its batches there."""
+        """The data on the devices, if the update gathers batches from it."""
         self._resident_shapes = ""
         self.forget()
 
     def forget(self) -> None:
         """Forgets the first batch; the next one is validated."""
         self.is_decided = False
-        """Whether it is known how batches are padded or split."""
+        """Whether `decide` was called."""
         self.is_decided_for_given = False
-        """Whether it is known how given batches are."""
+        """Whether `decide_given` was called."""
         self._assemble, self._assemble_given = Assembler(), Assembler()
 
     # The first batch.
 
     def first(self) -> list[PyTree]:
-        """Returns the next batch, which stays to be computed on; none at the end of the data."""
+        """Returns the next batch without committing it; an empty list at the end of the data."""
         return [self.examples(item) for item in self.cursor.peek()]
 
     def whole(self) -> Batch | None:
@@ -91,36 +90,36 @@ class Feed:
         return None if whole is None else normalize(self._form(whole))
 
     def begin(self, item: PyTree, data: Batch | None = None) -> Batch:
-        """Returns the first batch in normal form; the others are expected to be like it.
+        """Normalizes the first batch; later batches are expected to have its shapes.
 
         Args:
           item: the first batch.
-          data: all data, if it is available: it is placed on the devices if it is resident.
+          data: all data, if available, to place on the devices if the stream is resident.
         """
         batch, stream = normalize(item, is_whole=self.is_whole), self.cursor.stream
         self.shapes = shapes_of(batch)
         self._place(_rounded(data, stream.batch_size) if self.cursor.gathers and data else None)
-        # A first batch that is smaller than those of the stream is a remainder already.
+        # A resumed stream may begin with the remainder of an epoch: do not take it for regular.
         size = n_examples(batch)
-        if not self.is_own:
+        if not self.is_process_local:
             size = max(size, getattr(stream, "batch_size", 0))
         n = self.batch_size = self.batch_size or size
-        # If no batch can differ from the first one, all do without weights of 1. A subclass of the
-        # user's own may change the arrays.
+        # If all batches have the size of the first, none needs weights of 1. A subclass of
+        # `ArrayStream` may change the arrays.
         self._is_even = type(stream) is ArrayStream and stream.is_even and n == stream.batch_size
-        n_shares = self._strategy.n_devices * self._parts
-        self.may_pad = not self._is_even or n % n_shares > 0
+        n_parts = self._strategy.n_devices * self._parts
+        self.may_pad = not self._is_even or n % n_parts > 0
         """Whether a batch may have to be padded."""
         return batch
 
     def decide(self, why_not: str) -> None:
-        """Pads all batches from now on, unless a text says why not: then it splits them."""
+        """Fixes how batches are treated: padded, or only split if `why_not` gives a reason."""
         self.why_not = why_not
-        self.may_pad |= bool(why_not)  # It is known already why not.
+        self.may_pad |= bool(why_not)  # The reason then holds for given batches, too.
         n, is_even = self.batch_size, self._is_even and self._drops_weights
         self._remainder_padder = self._make(why_not or "it is a remainder", size=n)
         self._padder = self._make(
-            why_not, size=n, is_own=self.is_own, is_even=is_even, say=self._say
+            why_not, size=n, is_process_local=self.is_process_local, is_even=is_even, say=self._say
         )
         self.is_decided = True
 
@@ -133,39 +132,39 @@ class Feed:
             self.cursor.stepped(1)
 
     def load(self, items: Sequence[PyTree]) -> Loaded:
-        """Returns the batches of fetched items; only the first if their programs differ."""
+        """Loads the batches of fetched items; only the first if they need different programs."""
         if not self.cursor.takes_rows:
             items = [self._form(item) for item in items]
-        return self._assemble(items, self._portion)
+        return self._assemble(items, self._prepare)
 
-    def portion(self, item: PyTree) -> Portion:
-        """Returns the batch of a fetched item, of a size that can be split."""
-        return self._portion(item if self.cursor.takes_rows else self._form(item))
+    def prepare(self, item: PyTree) -> PreparedBatch:
+        """Pads or cuts the batch of a fetched item to a size that can be split."""
+        return self._prepare(item if self.cursor.takes_rows else self._form(item))
 
     def padded(self, batch: Batch) -> Batch:
-        """Returns a batch padded like those of the stream."""
+        """Pads a batch like those of the stream."""
         return self._padder(batch).batch
 
     def examples(self, item: PyTree) -> PyTree:
-        """Returns the batch of a fetched item; that of all processes, if they divide it."""
+        """Returns the batch of a fetched item; the global batch if it holds row numbers."""
         return self._form(self.cursor.examples(item))
 
-    def _portion(self, item: PyTree) -> Portion:
+    def _prepare(self, item: PyTree) -> PreparedBatch:
         if not self.cursor.takes_rows:
             return self._padder(item)
-        portion = self._padder(Batch((item,)))
-        if self.resident is not None and portion.strategy is self._strategy:
-            portion = local_rows(portion._replace(is_weighted=self.resident.weights is not None))
-            signature = (portion.signature, self._resident_shapes)
-            return portion._replace(signature=signature, data=(self.resident,))
+        prepared = self._padder(Batch((item,)))
+        if self.resident is not None and prepared.strategy is self._strategy:
+            prepared = local_rows(prepared._replace(is_weighted=self.resident.weights is not None))
+            signature = (prepared.signature, self._resident_shapes)
+            return prepared._replace(signature=signature, data=(self.resident,))
         if knows_rows(self.cursor.stream):
-            return local_examples(portion, self.examples)
-        # On fewer devices than hold the data.
+            return local_examples(prepared, self.examples)
+        # A remainder runs on fewer devices than the data is placed on, so it is gathered here.
         return self._remainder_padder(self.examples(item))
 
     def without_padding(self, outputs: PyTree, n: int) -> PyTree:
-        """Returns `n` rows of the joined outputs, or `n` of each process if `is_own`."""
-        if not self.is_own:
+        """Cuts joined outputs to `n` rows, or to `n` of each process if `is_process_local`."""
+        if not self.is_process_local:
             return jax.tree.map(lambda rows: rows[:n], outputs)
         n_devices = self._strategy.n_devices
         parts = n_devices // len(range(n_devices)[self._strategy.rows(n_devices)])
@@ -176,10 +175,10 @@ class Feed:
 
         return jax.tree.map(cut, outputs)
 
-    # Batches that are given.
+    # Single batches from the user.
 
     def given(self, item: PyTree) -> Batch:
-        """Returns a batch that is not of the stream in normal form, if it is like the others."""
+        """Normalizes a batch from outside the stream, and checks its weights."""
         batch, shapes = normalize(item, is_whole=self.is_whole), self.shapes
         is_by_output = shapes is not None and isinstance(shapes.weights, Mapping)
         if isinstance(batch.weights, Mapping) != is_by_output:
@@ -188,26 +187,28 @@ class Feed:
                 "output. Pass weights of 1 where there are none."
             )
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch.weights)):
-            check_weights_of(batch, "This batch")  # To read others would wait for the devices.
+            check_weights_of(batch, "This batch")  # Reading device arrays would wait for them.
         return batch
 
     def decide_given(self, why_not: str) -> None:
-        """As `decide`, for given batches: of any size, and padded no further than to divide."""
+        """As `decide`, for given batches, which are padded only to a multiple of the devices."""
         self._given_padder = self._make(
-            why_not, size=sys.maxsize if why_not else 1, is_own=self._strategy.n_processes > 1
+            why_not,
+            size=sys.maxsize if why_not else 1,
+            is_process_local=self._strategy.n_processes > 1,
         )
         self.is_decided_for_given = True
 
     def load_given(self, item: PyTree) -> Loaded:
-        """Returns a batch that is not of the stream, on the devices."""
+        """Loads a batch from outside the stream."""
         return self._assemble_given([item], lambda item: self._given_padder(self.given(item)))
 
-    # Batches for a look at the program.
+    # Batches for the cost of a step.
 
     def example(self, n: int | None) -> Batch:
-        """Returns a batch of zeros of `n` examples, or of the next multiple of `parts`.
+        """Returns a batch of zeros with `n` examples, rounded up to a multiple of `parts`.
 
-        None stands for the regular size. The memory of zeros is allocated only when written to.
+        None: the regular size. The system allocates the memory of zeros only when it is written.
         """
         size = n or self.batch_size
         size += -size % self._parts
@@ -215,14 +216,14 @@ class Feed:
         if not has_rows(shapes):
             if n is not None:
                 raise ValueError(
-                    "The arrays of a batch have different lengths: there is no batch of another "
-                    "size that resembles it."
+                    "The arrays of a batch have different lengths, so a batch of another size "
+                    "cannot be derived from it."
                 )
             return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:])[: x.ndim], x.dtype), shapes)
 
-    def as_regular(self, batch: Batch) -> Portion:
-        """Prepares a batch for the update as if it had the regular size."""
+    def as_regular(self, batch: Batch) -> PreparedBatch:
+        """Prepares a batch as if its size were the regular one."""
         return self._make(self.why_not and "the task or its loss does not allow it")(batch)
 
     def _make(self, why_not: str, **options: Any) -> Padder:
@@ -237,10 +238,10 @@ class Feed:
         )
 
     def _place(self, data: Batch | None) -> None:
-        """Places the data that batches are gathered from on the devices."""
+        """Places resident data on the devices."""
         self.resident = None if data is None else self._strategy.place(data)
         leaves, structure = jax.tree.flatten(self.resident)
-        # A text, as a key of programs, since a text keeps its hash.
+        # A string, since it is part of the key of each step, and Python caches its hash.
         self._resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
 
 
@@ -253,10 +254,10 @@ def feed_of_pass(
     *,
     endless: str,
 ) -> Feed:
-    """Makes the feed of one pass over data, of which `n_steps` batches are taken; None: all.
+    """Makes the feed of one pass over data, for `n_steps` batches; None: all.
 
     Raises:
-      ValueError: all are taken of data without an end; `endless` says what to do about it.
+      ValueError: `n_steps` is None and the data has no end; the message ends with `endless`.
     """
     stream = one_pass(data)
     if n_steps is None:
@@ -267,7 +268,7 @@ def feed_of_pass(
 
 
 def _rounded(data: Batch, batch_size: int) -> Batch:
-    """Adds rows, which no batch takes, so that data of a few rows more or less shares programs."""
+    """Pads data to full batches with unused rows: data of similar size then shares programs."""
     leaves, n_more = jax.tree.leaves(data), -n_examples(data) % batch_size
     is_on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
     if not n_more or not is_on_host or sum(leaf.nbytes for leaf in leaves) > _MOST_TO_COPY:

@@ -1,4 +1,4 @@
-"""A warning, once in a process, if JAX computes on the CPU beside a GPU that it could use."""
+"""Warns, once per process, if JAX uses the CPU on a machine with a GPU."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ import jax
 def warn_of_idle_gpu() -> None:
     """Warns if the machine has an NVIDIA GPU and JAX has only found the CPU.
 
-    Not if that was asked for, by `JAX_PLATFORMS=cpu` or an empty `CUDA_VISIBLE_DEVICES`.
+    Silent if the user chose the CPU, by `JAX_PLATFORMS=cpu` or an empty `CUDA_VISIBLE_DEVICES`.
     """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     is_chosen = bool(getattr(jax.config, "jax_platforms", None))
@@ -28,6 +28,6 @@ def warn_of_idle_gpu() -> None:
 
 
 def sees_gpu(root: Path = Path("/")) -> bool:
-    """Whether the driver shows an NVIDIA GPU: as a device file, or through Windows."""
+    """Whether the driver exposes an NVIDIA GPU, as a device file or through WSL."""
     is_wsl = (root / "dev/dxg").exists() and shutil.which("nvidia-smi") is not None
     return is_wsl or any((root / "dev").glob("nvidia[0-9]*"))

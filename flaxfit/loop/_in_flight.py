@@ -1,4 +1,4 @@
-"""InFlight: bounds the dispatches that the devices have not finished."""
+"""InFlight: bounds the number of dispatches that the devices have not finished."""
 
 import time
 from collections import deque
@@ -10,21 +10,21 @@ import jax
 from flaxfit.tree import Array
 
 _MOST = 24
-# What the batches of unfinished dispatches may take of the memory of the devices.
+# Device memory for the batches of unfinished dispatches.
 _MOST_BYTES = 2**27
-# How far the host may be ahead, so that a bar or an interrupt is never far from what was computed.
+# The lead of the host, bounded so that progress bars and interrupts stay close to the computation.
 _MOST_SECONDS = 0.5
 _N_TRACKED = 3
 
 
 class InFlight:
-    """Waits for earlier dispatches where the host is too far ahead of the devices.
+    """Waits for earlier dispatches if the host is too far ahead of the devices.
 
-    Too far is 24 dispatches, 128 MiB of batches or half a second, but never less than 2 dispatches.
-    On a CPU with several devices it is 2: collectives that pile up abort the process.
+    The bound is 24 dispatches, 128 MiB of batches or half a second, but at least 2 dispatches. On a
+    CPU with several devices it is 2: queued collectives would abort the process.
 
-    It tracks one dispatch in several, since tracking each would slow small steps down. The third
-    waits for the first, and the time that this takes says how far apart the next ones may be.
+    Only one dispatch in several is tracked, since tracking all would slow small steps down. The
+    third tracked one waits for the first, and the time of the wait determines their spacing.
 
     >>> in_flight = InFlight(platform="cpu", n_devices=2)
     >>> in_flight.add({"float32": jax.numpy.ones(2)}, [])
@@ -41,17 +41,20 @@ class InFlight:
         self._most = 2 if platform == "cpu" and n_devices > 1 else _MOST
         self._clock = clock
         self._tracked: deque[tuple[Any, int]] = deque()
-        """Results, each with the number of dispatches since the one before."""
+        """Results of tracked dispatches, with the number of dispatches since the previous one."""
         self._n_since, self._spacing = 0, 1
 
     def expect(self, n_bytes: int) -> None:
-        """Expects dispatches whose batches take that many bytes on a device."""
+        """Adapts the bound to batches of `n_bytes` per device."""
         self._most = min(self._most, _MOST_BYTES // max(n_bytes, 1))
         self._spacing = 1
 
     def add(self, totals: Mapping[str, Array], leaves: Sequence[Array]) -> None:
-        """Adds what a dispatch returned: totals, which stay, and leaves, which the next donates."""
-        if not totals:  # A step of the user's own that reports nothing.
+        """Adds the results of a dispatch: totals, and leaves that the next dispatch donates.
+
+        Only totals can be waited for later: waiting for donated arrays is an error.
+        """
+        if not totals:  # A custom step without sums leaves only the donated leaves: wait now.
             jax.block_until_ready(leaves)
             return
         self._n_since += 1
@@ -62,7 +65,7 @@ class InFlight:
         if len(self._tracked) == _N_TRACKED:
             result, n = self._tracked.popleft()
             began = self._clock()
-            result.block_until_ready()  # `jax.block_until_ready` takes some microseconds more.
+            result.block_until_ready()  # `jax.block_until_ready` costs some microseconds more.
             seconds = max((self._clock() - began) / n, 1e-9)
             most = min(self._most, int(_MOST_SECONDS / seconds))
             self._spacing = max(1, most // _N_TRACKED)

@@ -1,4 +1,4 @@
-"""The initial state of a run: a fresh one, a given one, or one that a reader restores."""
+"""The initial state of a run: fresh, given by the user, or restored by a reader."""
 
 import contextlib
 from collections.abc import Callable
@@ -38,16 +38,16 @@ def start(
       sample: returns the inputs of a batch.
       say: prints a line.
       shardings: maps an abstract state to the shardings of its arrays.
-      freezes_as_saved: whether the task freezes what was frozen in the saved run.
+      freezes_as_saved: whether to freeze the parameters that were frozen in the saved run.
 
     Returns:
-      The state; the file that held it, or None; whether nobody else holds its arrays, so that
-      steps may donate them; and the task.
+      The state; the file that held it, or None; whether steps may donate its arrays, because
+      nobody else holds them; and the task.
     """
     init = as_init("TrainLoop", init, task.apply)
     streams = ("params", *task.rngs)
     if hasattr(init, "read"):
-        # A warm start is asked for shapes only, not for its weights.
+        # Only shapes are needed of a warm start, not its weights.
         target = as_init("The reader of a TrainLoop", init.target, task.apply)
         shapes = getattr(target, "fresh", target)
 
@@ -77,9 +77,10 @@ def start(
     state = init_state(
         init, task.optimizer, key, sample(), collections=streams, shardings=shardings
     )
-    # Results of a program are new arrays; weights that are read, or an eager init, may not be.
-    is_own = not getattr(init, "gives_weights", False) and not jax.config.jax_disable_jit
-    return state, None, is_own, task
+    # A compiled program returns new arrays, but loaded weights or an eager `init` may return
+    # arrays that someone else holds, and donation would delete these.
+    may_donate = not getattr(init, "gives_weights", False) and not jax.config.jax_disable_jit
+    return state, None, may_donate, task
 
 
 def _template(
@@ -89,7 +90,7 @@ def _template(
     sample: Callable[[], PyTree],
     streams: tuple[str, ...],
 ) -> PyTree:
-    """The state that a reader is asked for, as shapes and dtypes."""
+    """Returns the shapes and dtypes of the state that a reader is to restore."""
     if isinstance(shapes, TrainState):
         if getattr(optimizer, "freeze", ()) != getattr(task.optimizer, "freeze", ()):
             return jax.eval_shape(lambda: shapes.replace_optimizer(optimizer))
@@ -108,9 +109,10 @@ def _template(
 def read_for(
     read: Function, template: Function, task: TrainTask, *, freezes_as_saved: bool = False
 ) -> tuple[Any, TrainTask]:
-    """Reads a checkpoint, in which the rate of a plain optimizer may have been set.
+    """Reads a checkpoint; also returns the task, with the saved `freeze` if requested.
 
-    Also returns the task, which may freeze what was frozen in the saved run.
+    If the template does not fit, it tries that of a plain optimizer whose rate was set: the rate
+    is then a part of the saved optimizer state.
     """
     saved = task
 
@@ -123,7 +125,7 @@ def read_for(
             saved = frozen_as_saved(task, running)
             try:
                 return template(optimizer_of(saved.optimizer))
-            except ValueError:  # Of another model, as the reader says with more words.
+            except ValueError:  # The file is of another model: the reader explains the mismatch.
                 saved = task
                 return template(optimizer_of(task.optimizer))
 
@@ -140,7 +142,7 @@ def read_for(
 
 
 def check_trains(state: TrainState, say: Callable[[str], None]) -> None:
-    """Checks that there are parameters to train, and names arrays that may be meant as such."""
+    """Checks that there are parameters to train; reports arrays that may be meant as parameters."""
     constants = flat(state.model_state.get("constants", {}))
     names = [
         f"self.{path.replace('/', '.')} {list(x.shape)}"
@@ -148,8 +150,8 @@ def check_trains(state: TrainState, say: Callable[[str], None]) -> None:
         if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
     arrays = (
-        f"plain arrays in attributes are constants: {', '.join(names)}. Wrap those that are to be "
-        "trained: self.w = nnx.Param(array)"
+        f"plain arrays in attributes are constants: {', '.join(names)}. To train one, wrap it: "
+        "self.w = nnx.Param(array)"
     )
     if not jax.tree.leaves(state.params):
         others = f"its collections: {', '.join(state.model_state) or 'none'}"
@@ -162,15 +164,15 @@ def check_trains(state: TrainState, say: Callable[[str], None]) -> None:
 
 
 def check_same_arrays(own: TrainState, given: TrainState) -> None:
-    """Checks that a state has the arrays of the present one."""
+    """Checks that a given state has the shapes and dtypes of the present one."""
     if not (lines := _differences(own, given, _kind)):
         return
     n = "1 array differs" if len(lines) == 1 else f"{len(lines)} arrays differ"
     raise ValueError(
         f"Cannot continue from a state of another model or optimizer; {n}:\n"
         + "\n".join(lines[:30])
-        + "\nIf other parameters were frozen then, set `freeze` as it was, restore, and set it "
-        "back."
+        + "\nIf other parameters were frozen when it was saved, set `freeze` as it was then, "
+        "restore, and set it back."
     )
 
 
@@ -185,17 +187,18 @@ def _kind(leaf: ArrayLike) -> str:
 
 
 def _shapes(create: Function, key: ArrayLike) -> PyTree:
-    """The shapes and dtypes of a state; under `jax.disable_jit` it is made, not traced."""
+    """Returns the shapes and dtypes of a state."""
     if not jax.config.jax_disable_jit:
         return jax.eval_shape(create, key)
+    # In debug mode the user's code must see values: compute the state instead of tracing it.
     state = create(key)
     return jax.eval_shape(lambda: state)
 
 
 def _prepared(state: TrainState, task: TrainTask, optimizer: Any = None) -> TrainState:
-    """Prepares a state that the user gave, for the optimizer of the task or a variant of it."""
+    """Prepares a user's state for an optimizer; None: that of the task."""
     state = jax.tree.map(_read, state)
-    # It may have been made by hand, with a Python integer or an int64 as its step.
+    # A state made by hand may have a Python integer or an int64 as its step.
     state = state.replace(step=jnp.asarray(state.step, jnp.int32))
     # The optimizer state of a custom step is not checked.
     if task.step is not None:
@@ -204,13 +207,13 @@ def _prepared(state: TrainState, task: TrainTask, optimizer: Any = None) -> Trai
 
 
 def _read(leaf: ArrayLike) -> ArrayLike:
-    """Reads a lazy array, as imports may leave them."""
+    """Reads a lazy array, as importers may return."""
     is_lazy = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.ndarray)
     return np.asarray(leaf) if is_lazy else leaf
 
 
 def _with_options(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
-    """Adds what the options of the task keep beside the optimizer's own state, and checks both."""
+    """Adds the optimizer state of the task's options (such as `ema`), and checks all shapes."""
     optimizer, opt_state = matched(optimizer, state.opt_state)
     opt_state = wrap_state(opt_state, optimizer, state.params, state.model_state)
     shapes = jax.eval_shape(lambda: first_state(optimizer, state.params, state.model_state))
@@ -229,7 +232,7 @@ def _in_place(array: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> j
 
 
 def as_checkpoint(found: Any) -> Checkpoint | None:
-    """The checkpoint that a file holds, without its state."""
+    """Converts a checkpoint file to a checkpoint without a state."""
     if found is None:
         return None
     fields = ("metrics", "data_state", "running", "stop")

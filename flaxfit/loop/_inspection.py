@@ -1,4 +1,4 @@
-"""Inspection of a first batch: what a step counts, whether batches may be padded, and hints."""
+"""Inspection: validates a first batch, decides whether batches may be padded, prints hints."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable
@@ -8,7 +8,7 @@ import jax
 
 from flaxfit.data._batch import Batch
 from flaxfit.loop._division import examine
-from flaxfit.loop._padding import Portion
+from flaxfit.loop._padding import PreparedBatch
 from flaxfit.state import TrainState
 from flaxfit.step import calls_explained, inspect, inspect_step, make_step, more_sums, trace
 from flaxfit.strategies import Strategy
@@ -17,13 +17,13 @@ from flaxfit.tree import Sums, shapes_of
 
 
 class Inspection:
-    """Validates first batches, and remembers what it has said.
+    """Validates first batches, and prints each hint once.
 
     Args:
       task: the task to train.
       strategy: the strategy of the loop.
-      found: what was found out before; see `Programs`.
-      say: prints a hint for the user.
+      found: a cache of earlier results; see `Programs`.
+      say: prints a hint.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Inspection:
         self._n_devices = len(strategy.devices)
         self._found = found
         self._said: set[str] = set()
-        # XLA has its fast convolutions of a CPU outside of loops only. Virtual replicas and
-        # microbatches are loops themselves.
+        # On a CPU, XLA uses its fast convolutions only outside of loops. With virtual replicas or
+        # microbatches, the step is a loop already, and several steps in one make no difference.
         is_on_cpu = strategy.devices[0].platform == "cpu"
         is_flat = strategy.virtual_replicas is None and task.accumulate == 1
         self._may_be_slow = is_on_cpu and is_flat and not strategy.runs_eagerly
         self.is_slow_in_loops = False
-        """Whether several steps in one program would be much slower than one by one."""
+        """Whether several steps in one program would be much slower than single steps."""
         self.work = math.inf
-        """An estimate of the arithmetic operations of a step, on all devices together."""
+        """The estimated arithmetic operations of a step, over all devices."""
         self.loss_has_weights = False
         """Whether the loss returns weights with its values."""
 
@@ -60,7 +60,7 @@ class Inspection:
         is_resumed: bool,
         may_pad: bool,
     ) -> tuple[Sums, str]:
-        """Validates a first batch, or all data if it is available; it may have to be padded.
+        """Validates a first batch, and all data if available.
 
         Returns the shapes and dtypes of the sums of a step, and why padding is unsafe, or "".
         """
@@ -82,25 +82,26 @@ class Inspection:
             why_not = examine(
                 given, self._strategy, state, batch, result, self._found, may_pad=may_pad
             )
-            # The gradient takes twice as much again, and an optimizer some for each parameter.
+            # The backward pass costs about twice the forward pass; an optimizer, some operations
+            # per parameter.
             n_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
             self.work = 3 * traced.n_operations + 20 * n_params * self._n_devices
         self.is_slow_in_loops = self._may_be_slow and traced.has_convolutions
         return sums, why_not
 
-    def inspect_loops(self, task: TrainTask, state: TrainState, portion: Portion) -> None:
-        """Finds out whether steps of the user's own on such a batch are slow in a loop."""
+    def inspect_loops(self, task: TrainTask, state: TrainState, prepared: PreparedBatch) -> None:
+        """Determines whether custom steps on batches of this signature are slow in a loop."""
         if not self._may_be_slow:
             return
-        if portion.signature not in self._found:
-            step, batch = self._bind(make_step(task)), portion.batch
+        if prepared.signature not in self._found:
+            step, batch = self._bind(make_step(task)), prepared.batch
             with calls_explained(batch.inputs, batch.targets):
                 traced = trace(step, shapes_of(state), shapes_of(batch))
-            self._found[portion.signature] = traced.has_convolutions
-        self.is_slow_in_loops = self._found[portion.signature]
+            self._found[prepared.signature] = traced.has_convolutions
+        self.is_slow_in_loops = self._found[prepared.signature]
 
     def say_slow(self) -> None:
-        """Says once that several steps are not taken in one program."""
+        """Prints, once, that steps are not grouped into one program."""
         self._say_once(
             "slow",
             "steps_per_call has no effect: the model has convolutions, which XLA runs many times "
@@ -108,7 +109,7 @@ class Inspection:
         )
 
     def _say_not_added(self, names: Iterable[str]) -> None:
-        """Says once what the model returns that may be meant as a term of the loss."""
+        """Prints, once per collection, that its values may be meant as terms of the loss."""
         new = [name for name in names if f"collection {name}" not in self._said]
         self._said.update(f"collection {name}" for name in new)
         if new:

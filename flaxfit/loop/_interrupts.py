@@ -1,4 +1,4 @@
-"""Interrupts: defers Ctrl-C while the loop is between a batch and the state that follows."""
+"""Interrupts: defers Ctrl-C between fetching a batch and storing the state of its step."""
 
 import contextlib
 import signal
@@ -11,35 +11,35 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class Interrupts(threading.local):
-    """Defers the first SIGINT that arrives while they are held; a second one is passed on at once.
+    """Defers the first SIGINT while `is_held`; a second one is passed on at once.
 
-    The handler is replaced within a `with` over this, in the main thread only, and only if it is a
-    Python function, so that `SIG_IGN` and foreign handlers stay in force. Each thread has its own:
-    an interrupt is the main thread's, whatever the others hold, and only that one restores the
-    handler.
+    Within a `with` block it replaces the handler, only in the main thread and only if that is a
+    Python function, so that `SIG_IGN` and handlers of C code stay in force. It is thread-local,
+    because signals arrive in the main thread, whatever other threads hold.
     """
 
     def __init__(self) -> None:
         self._handler: Handler = signal.default_int_handler
         self._replaced: list[Handler | None] = []
         self.is_held = False
-        """Whether interrupts are deferred; code that sets it calls `release` afterwards."""
+        """Whether to defer interrupts; whoever sets it must call `release` afterwards."""
         self.is_pending = False
-        """Whether a deferred interrupt has arrived."""
+        """Whether an interrupt is deferred."""
 
     def __enter__(self) -> Self:
-        # Not a generator, which takes longer: each checkpoint enters it.
+        # Not a `contextmanager`, which is slower: each checkpoint enters this.
         present = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
         handler = present if is_main and callable(present) else None
         handler = None if handler == self._on_signal else handler
+        # Recorded first, so that `__exit__` restores it if an interrupt arrives in the `try`.
         self._replaced.append(handler)
         try:
             if handler is not None:
                 self._handler = handler
                 signal.signal(signal.SIGINT, self._on_signal)
             return self
-        except BaseException:  # An interrupt that came just now.
+        except BaseException:  # An interrupt arrived during the replacement.
             self.__exit__()
             raise
 
@@ -49,7 +49,7 @@ class Interrupts(threading.local):
             signal.signal(signal.SIGINT, present)
 
     def release(self) -> None:
-        """Stops deferring; an interrupt that has arrived takes effect now."""
+        """Stops deferring, and delivers a pending interrupt now."""
         self.is_held = False
         if self.is_pending:
             self.is_pending = False
@@ -57,7 +57,7 @@ class Interrupts(threading.local):
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Defers interrupts within: calls of compiled functions may turn them into other errors."""
+        """Defers interrupts in a `with` block: compiled calls may turn them into other errors."""
         with self:
             was_held, self.is_held = self.is_held, True
             try:

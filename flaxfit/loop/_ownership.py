@@ -1,4 +1,4 @@
-"""Copies of what the next step donates, for checkpoints that own their arrays."""
+"""Copies of arrays that the next step donates, for checkpoints that own their arrays."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -16,14 +16,14 @@ Copier: TypeAlias = Callable[[PyTree], Any]
 
 
 def copier(where: str, strategy: Strategy) -> Copier | None:
-    """Returns the function that copies a tree of placed arrays; None: nothing is to be copied.
+    """Returns the function that copies a tree of placed arrays; None for "none".
 
     >>> from flaxfit import DataParallel
     >>> type(copier("host", DataParallel())({"w": jnp.ones(2)})["w"]).__name__
     'ndarray'
 
     Args:
-      where: "device"; "host", as whole NumPy arrays, of which random keys alone stay keys; or
+      where: "device"; "host", as whole NumPy arrays, except random keys, which stay keys; or
         "none".
       strategy: the strategy that placed the arrays.
 
@@ -41,7 +41,7 @@ def copier(where: str, strategy: Strategy) -> Copier | None:
 
     def to_host(x: ArrayLike) -> Any:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        # Not `np.asarray`: on a CPU that may be the very memory that the next step writes to.
+        # Not `np.asarray`: on a CPU it may alias the buffer that the next step writes to.
         return strategy.collect(x) if is_key else np.array(x)
 
     if where == "none":
@@ -50,7 +50,7 @@ def copier(where: str, strategy: Strategy) -> Copier | None:
 
 
 def owned(checkpoint: Checkpoint, copy: Copier) -> Checkpoint:
-    """Returns a checkpoint with copies of what it has borrowed."""
+    """Returns a checkpoint with copies of its borrowed arrays."""
     borrowed = {
         name: copy(value.value)
         for name, value in vars(checkpoint).items()

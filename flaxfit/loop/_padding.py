@@ -1,4 +1,4 @@
-"""Padder: brings batches into the few shapes that a step is compiled for."""
+"""Padder: pads batches to the few shapes that a step is compiled for."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
@@ -15,30 +15,29 @@ from flaxfit.task import EvalTask, TrainTask
 from flaxfit.tree import Array, ArrayLike, PyTree
 
 
-class Portion(NamedTuple):
-    """A batch ready for a compiled step."""
+class PreparedBatch(NamedTuple):
+    """A batch padded to a size that its strategy can split, with the key of its program."""
 
     strategy: Strategy
-    """The devices that it divides over: all of them, or fewer for a remainder."""
+    """The devices to split it over: all of them, or fewer for a remainder."""
     batch: Batch
     is_weighted: bool
     """Whether the weights are the user's, which may all be zero."""
     n_examples: int
-    """Their number without padding."""
+    """The number of examples without padding."""
     signature: Hashable
-    """See `signature_of`: batches that share it share a program."""
+    """See `signature_of`: batches of one signature share a program."""
     data: tuple[PyTree, ...] = ()
-    """The data on the devices that the step gathers the batch from; empty: it holds examples."""
+    """Resident data from which the step gathers the batch by index; empty: the batch is whole."""
 
 
 @dataclasses.dataclass
 class Padder:
-    """Pads batches, or finds the devices that they divide over.
+    """Pads batches, or finds a number of devices that divides them.
 
-    If rows of weight 0 are harmless (`pad`), every batch is padded to a multiple of the devices,
-    and smaller ones to the regular size, so that one program serves all. Otherwise a smaller batch
-    (the remainder of an epoch) runs at its own size on as many devices as divide it, and a regular
-    batch must divide.
+    With `pad`, every batch is padded to a multiple of the devices, and a smaller one to the regular
+    size, so that one program serves all. Otherwise a smaller batch (the remainder of an epoch) runs
+    at its own size on a number of devices that divides it, and a regular batch must divide evenly.
     """
 
     strategy: Strategy
@@ -49,11 +48,11 @@ class Padder:
     size: int = 0
     """The regular size; 0: that of the first batch."""
     parts: int = 1
-    """The number of parts into which the share of a device must divide."""
-    is_own: bool = False
-    """Whether each of several processes has batches of its own, for its own devices."""
+    """The number of parts into which the rows of a device must divide."""
+    is_process_local: bool = False
+    """Whether a batch holds only the rows of this process, for its local devices."""
     is_even: bool = False
-    """Whether all batches have the regular size: programs without weights of 1 have less to do."""
+    """Whether all batches have the regular size: a program without weights then saves work."""
     is_mixed: bool = False
     """Whether batches may have different structures, each with a program of its own."""
     is_whole: bool = False
@@ -62,7 +61,7 @@ class Padder:
 
     def __post_init__(self) -> None:
         n = self.strategy.n_devices
-        self._n_devices = len(range(n)[self.strategy.rows(n)]) if self.is_own else n
+        self._n_devices = len(range(n)[self.strategy.rows(n)]) if self.is_process_local else n
         self._divisor = self._n_devices * self.parts
         is_virtual = self.strategy.virtual_replicas is not None
         self._unit = "virtual replicas" if is_virtual else "devices"
@@ -73,7 +72,7 @@ class Padder:
         self._first = ""
         self._has_announced = self._has_differed = False
 
-    def __call__(self, item: PyTree) -> Portion:
+    def __call__(self, item: PyTree) -> PreparedBatch:
         """Returns a batch in normal form, of a size that can be split."""
         given = batch = normalize(item, is_whole=self.is_whole)
         n = n_examples(batch)
@@ -81,10 +80,11 @@ class Padder:
         strategy, divisor = self.strategy, self._divisor
         has_weights = batch.weights is not None
         needs_weights = has_weights or not self.is_even or n != self.size or n % divisor
-        # A later batch may have as many nodes as edges.
+        # Once arrays differed in length (nodes and edges of a graph), equal lengths are a
+        # coincidence, not an axis of examples.
         self._has_differed = self._has_differed or self.is_whole and not has_rows(batch)
         if self._has_differed:
-            # All devices then compute all of it.
+            # The rows are not split: each device computes the whole batch.
             strategy = strategy if strategy.n_devices == 1 else strategy.narrow(1)
         elif self.pad and needs_weights:
             batch = batch._replace(weights=_weights(n, batch.weights))
@@ -93,13 +93,13 @@ class Padder:
                 self._announce(n, size)
             if size != n:
                 batch = pad_batch(batch, size)
-        elif (n >= self.size or self.is_own) and n % divisor:
+        elif (n >= self.size or self.is_process_local) and n % divisor:
             raise ValueError(self._cannot_split(n))
         elif n % self._n_devices:
             strategy = self.strategy.narrow(n)
         self._check_structure(batch, given)
         signature = signature_of(strategy, batch, has_weights)
-        return Portion(strategy, batch, has_weights, n, signature)
+        return PreparedBatch(strategy, batch, has_weights, n, signature)
 
     def _check_structure(self, batch: Batch, given: Batch) -> None:
         structure = jax.tree.structure(batch)
@@ -147,16 +147,16 @@ def _weights(n: int, weights: PyTree) -> PyTree:
 
 
 def signature_of(strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
-    """Returns what determines the program of a batch: the devices, the shapes and the dtypes."""
+    """Returns the key of a batch's program: devices, user weights, structure, shapes, dtypes."""
     leaves, structure = jax.tree.flatten(batch)
     shapes = ((leaf.shape, leaf.dtype) for leaf in leaves)
     return (strategy.n_devices, is_weighted, structure, *shapes)
 
 
 def pad_batch(batch: Batch, size: int) -> Batch:
-    """Repeats the first row up to `size` rows, with weight 0.
+    """Pads a batch to `size` rows with copies of the first row, at weight 0.
 
-    A real row, because a row of zeros can give NaN gradients even with weight 0.
+    A row of zeros could give NaN gradients even at weight 0, because 0 * NaN is NaN.
     """
     n = n_examples(batch)
     rows = np.concatenate([np.arange(n), np.zeros(size - n, np.int32)])

@@ -1,4 +1,4 @@
-"""PlacedCompanions: the variables of companions in their places on the devices."""
+"""PlacedCompanions: the variables of companions, placed on the devices."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,10 +15,9 @@ from flaxfit.tree import ArrayLike, PyTree, Variables, flat, path_of
 
 
 class PlacedCompanions:
-    """Holds the variables of a task's companions; places them when they are first needed.
+    """Holds the variables of a task's companions; places them on first use.
 
-    No step donates them, and each passes them to its compiled program: values may change without a
-    compilation.
+    They are arguments of compiled programs, never donated: new values need no compilation.
     """
 
     def __init__(self, task: TrainTask | EvalTask, strategy: Strategy):
@@ -38,7 +37,7 @@ class PlacedCompanions:
 
     @property
     def arguments(self) -> tuple[list[Any], ...]:
-        """The argument of compiled programs that holds all variables; none without companions."""
+        """The flat variables as one argument of compiled programs; `()` without companions."""
         if self._placed is None:
             self.states = {name: self._share(name, s) for name, s in self.states.items()}
             self._placed = (self._layout.flatten(self.states),)
@@ -51,12 +50,12 @@ class PlacedCompanions:
             raise ValueError(f"Cannot place the companion {name!r}. {error}") from error
 
     def moved(self, strategy: Strategy) -> tuple[list[Any], ...]:
-        """The argument of a program of another strategy; copies only arrays that move."""
+        """Returns the argument for another strategy; copies only arrays that move."""
         layout = self._layout
         return tuple(layout.flatten(strategy.share(layout.unflatten(a))) for a in self.arguments)
 
     def bound(self, task: Task, arguments: Sequence[PyTree]) -> tuple[Task, Sequence[PyTree]]:
-        """Takes the variables off the arguments of a program, for the companions of a task."""
+        """Splits the variables from a program's arguments, and binds them to the task."""
         if not self.states:
             return task, arguments
         leaves, *others = arguments
@@ -78,7 +77,7 @@ class PlacedCompanions:
             self._seen = {name: source.values() for name, source in self._sources.items()}
 
     def refresh(self) -> None:
-        """Takes over what was written into companions that are NNX modules, such as a target.
+        """Rereads companions that are NNX modules, such as a target network, if they changed.
 
         Raises:
           ValueError: a variable has another shape or dtype than before.
@@ -108,7 +107,7 @@ class PlacedCompanions:
 
 
 def _owned(x: ArrayLike) -> ArrayLike:
-    """Copies a NumPy array, which its owner may write to."""
+    """Copies a NumPy array, whose owner may write to it."""
     is_array = isinstance(x, jax.Array)
     return x if is_array else np.array(x, jax.dtypes.canonicalize_dtype(x.dtype))
 
@@ -126,5 +125,5 @@ def _refuse(here: Mapping[str, str], there: Mapping[str, str], source: str, advi
         for name, _, path in [full.partition("/")]
     )
     raise ValueError(
-        f"The companions are not those of the task; {len(paths)} arrays differ:{lines}\n{advice}"
+        f"The companions do not match the task; {len(paths)} arrays differ:{lines}\n{advice}"
     )

@@ -1,4 +1,4 @@
-"""PlacedState: the training state in its places on the devices, as steps take it."""
+"""PlacedState: the training state on the devices, as steps take it."""
 
 from typing import Any
 
@@ -16,14 +16,18 @@ from flaxfit.tree import ArrayLike, PyTree
 
 
 class PlacedState:
-    """Holds the arrays of a state, which the next step donates, and lends them until then."""
+    """Holds the arrays of a state, which the next step donates, and lends them until then.
+
+    Donation reuses the memory of the old state for the new one, which deletes the old arrays: every
+    reference to them must end before the step, or read a deleted buffer.
+    """
 
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
         self.layout = StateLayout(())
         """The structure of the state."""
         self.leaves: list[Any] = []
-        """Its arrays, which cross the call of a compiled step."""
+        """The flat arrays, as a compiled step takes and returns them."""
         self.grads: PyTree = None
         """The gradients of the latest step, if they are kept."""
         self.has_hyperparams = False
@@ -35,13 +39,13 @@ class PlacedState:
         return self.layout.unflatten(self.leaves)
 
     def hold(self, state: TrainState) -> None:
-        """Replaces the state by another one, whose arrays are already placed."""
+        """Replaces the state by one whose arrays are already placed."""
         self.layout = StateLayout(state)
         self.leaves = self.layout.flatten(state)
         self.has_hyperparams = bool(names_of(state.opt_state))
 
     def lend(self) -> tuple[Any, Any]:
-        """The state and the kept gradients as `Borrowed`, to be read until the next step."""
+        """Returns the state and the kept gradients as `Borrowed`, readable until the next step."""
         unflatten, leaves, kept = self.layout.unflatten, self.leaves, self.grads
         state = Borrowed(lambda: unflatten(leaves))
         grads = None if kept is None else Borrowed(lambda: kept)
@@ -49,24 +53,24 @@ class PlacedState:
         return state, grads
 
     def take_back(self) -> None:
-        """Invalidates what was lent: a step is about to donate it."""
+        """Invalidates everything lent: a step is about to donate its arrays."""
         for each in self._lent:
             each.end()
         self._lent.clear()
 
     def moved(self, strategy: Strategy, leaves: PyTree, totals: PyTree) -> tuple[Any, Any]:
-        """Places leaves and totals under another strategy; copies only those that move."""
+        """Places leaves and totals under another strategy; copies only arrays that move."""
         state, totals = strategy.share((self.layout.unflatten(leaves), totals))
         return self.layout.flatten(state), totals
 
-    # What can be set.
+    # Changes between steps.
 
-    def place(self, state: TrainState, *, is_own: bool = False) -> None:
+    def place(self, state: TrainState, *, may_donate: bool = False) -> None:
         """Replaces the state by a copy of another one, keeping the structure if the paths agree.
 
-        A state that `is_own`, whose arrays nobody else holds, is not copied.
+        With `may_donate` it takes the arrays themselves: nobody else holds them.
         """
-        put = self._strategy.share if is_own else self._strategy.place
+        put = self._strategy.share if may_donate else self._strategy.place
         self.hold(put(self.layout.restructured(state)))
 
     def set_hyperparams(self, group: str | int | None, values: dict[str, ArrayLike]) -> None:
@@ -75,12 +79,13 @@ class PlacedState:
         new = set_hyperparams(old.opt_state, group=group, **values)
 
         def placed(x: ArrayLike, before: ArrayLike) -> ArrayLike:
-            return before if x is before else self._strategy.place(x)  # A copy: steps donate it.
+            # A copy, because the next step donates it, and the caller may keep the value.
+            return before if x is before else self._strategy.place(x)
 
         self.hold(old.replace(opt_state=jax.tree.map(placed, new, old.opt_state)))
 
     def match(self, optimizer: Any) -> None:
-        """Adds the rate of an optimizer to the state, if only the optimizer has it."""
+        """Moves the learning rate of an optimizer into the state, if it is not there yet."""
         old = self.value
         kept = {id(x) for x in jax.tree.leaves(old.opt_state)}
 
@@ -91,9 +96,9 @@ class PlacedState:
         self.hold(with_opt_state(old, opt_state))
 
     def set_optimizer(self, optimizer: Any) -> Late:
-        """Rebuilds the optimizer state after a change of `freeze`; keeps what still applies.
+        """Rebuilds the optimizer state after a change of `freeze`; keeps the parts that still fit.
 
-        Returns the parameters that were unfrozen later, now or before.
+        Returns the parameters that were unfrozen after the first update, so far.
         """
         state = self._strategy.collect(self.value)
         opt_state, _, late = continued_state(

@@ -1,4 +1,4 @@
-"""Predictor: the outputs of a model over a data set, in order, as NumPy arrays."""
+"""Predictor: applies a model to a data set, in order, and returns NumPy arrays."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ import numpy as np
 from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
 from flaxfit.loop._division import MIXES, Division
 from flaxfit.loop._feed import Feed, feed_of_pass
-from flaxfit.loop._padding import Portion
+from flaxfit.loop._padding import PreparedBatch
 from flaxfit.loop._programs import Programs
 from flaxfit.loop._state_layout import StateLayout
 from flaxfit.step import (
@@ -36,7 +36,7 @@ from flaxfit.tree import (
     without_mesh,
 )
 
-# While these are computed and copied, others are prepared; no more of them wait on the devices.
+# Enough to overlap computation, copies to the host and preparation; bounds device memory.
 _BATCHES_IN_FLIGHT = 4
 
 _ENDLESS = "Give the number of batches, steps=, or data that ends."
@@ -88,7 +88,7 @@ class Predictor:
     def over(
         self, state: PyTree, data: Data, strategy: Strategy, *, n_steps: int | None = None
     ) -> Iterator[tuple[Batch, PyTree]]:
-        """Returns an iterator over the batches and their outputs; the arguments are as above."""
+        """Iterates over batches and their outputs; the arguments are as in `__call__`."""
         feed, results = self._begin(state, data, strategy, n_steps)
 
         @debugging_explained()
@@ -100,18 +100,18 @@ class Predictor:
         return iter(take, None)
 
     def _batch(self, feed: Feed, item: PyTree) -> Batch:
-        """Returns the batch of an item, with the targets and weights that it has."""
+        """Returns the batch of an item, with its targets and weights if it has any."""
         item, roles = feed.cursor.examples(item), self.task.roles
         try:
             item = roles(item)
-        except ValueError:  # Its columns of targets are missing, as they may be.
+        except ValueError:  # Prediction needs no targets, so their columns may be missing.
             item = roles.inputs_of(item)
         return normalize(item, is_whole=feed.is_whole)
 
     def _begin(
         self, state: PyTree, data: Data, strategy: Strategy, n_steps: int | None
     ) -> tuple[Feed, Iterator[tuple[PyTree, PyTree]]]:
-        """Returns the feed of one pass, and an iterator over its items and their outputs."""
+        """Returns the feed of one pass, and an iterator over items and outputs."""
         task = self.task
         feed = feed_of_pass(data, n_steps, task, strategy, task.roles.inputs_of, endless=_ENDLESS)
         state = strategy.share(evaluated(state, task.rngs, f"Predictor(rngs={task.rngs})"))
@@ -120,7 +120,7 @@ class Predictor:
     def _results(
         self, feed: Feed, state: PyTree, strategy: Strategy, n_steps: int | None
     ) -> Iterator[tuple[PyTree, PyTree]]:
-        """Yields items and the outputs for them, unpadded; reads a few items ahead."""
+        """Yields items and their outputs without padding; runs a few batches ahead."""
         first = feed.first()
         if not first:
             return
@@ -136,22 +136,22 @@ class Predictor:
             return item, rows if n_cut is None else feed.without_padding(rows, n_cut)
 
         for number, (item, loaded) in enumerate(itertools.islice(feed, n_steps)):
-            portion, batch = loaded.portion, loaded.portion.batch
-            if portion is not latest:  # Batches like the one before share its portion.
-                latest = portion
-                if portion.strategy is not strategy:  # A rest may take fewer devices.
-                    strategy = portion.strategy
+            prepared, batch = loaded.prepared, loaded.prepared.batch
+            if prepared is not latest:  # Batches with a cached plan share one object.
+                latest = prepared
+                if prepared.strategy is not strategy:  # A remainder may run on fewer devices.
+                    strategy = prepared.strategy
                     leaves = layout.flatten(strategy.share(state))
-                program = self.programs.compiled.get((strategy, portion.signature, shapes))
+                program = self.programs.compiled.get((strategy, prepared.signature, shapes))
                 n_inputs = jax.tree.structure(batch.inputs).num_leaves
-                may_cut = strategy.n_processes > 1 or n_examples(batch) != portion.n_examples
-                n_cut = portion.n_examples if may_cut and has_rows(batch) else None
+                may_cut = strategy.n_processes > 1 or n_examples(batch) != prepared.n_examples
+                n_cut = prepared.n_examples if may_cut and has_rows(batch) else None
             position = (np.uint32(number),) if self.task.rngs else ()
             arguments = (leaves, *position, loaded.arrays[:n_inputs])
             if program is None:
                 self.check(strategy, state, batch, may_pad=False)
-                program = self._compile(layout, portion, arguments)
-                self.programs.compiled[strategy, portion.signature, shapes] = program
+                program = self._compile(layout, prepared, arguments)
+                self.programs.compiled[strategy, prepared.signature, shapes] = program
             in_flight.append((item, strategy, program(*arguments), n_cut))
             if len(in_flight) > _BATCHES_IN_FLIGHT:
                 yield finish()
@@ -159,21 +159,21 @@ class Predictor:
             yield finish()
 
     def _decide(self, feed: Feed, state: PyTree, strategy: Strategy, first: PyTree) -> None:
-        """Validates the model on the first batch, which decides how all are padded or split."""
+        """Validates the model on the first batch, and decides how all batches are padded."""
         batch, may_pad = feed.begin(first), feed.may_pad
         feed.decide("")
         batch = feed.padded(batch)._replace(targets=(), weights=None)
         why_not = self.check(strategy, state, batch, may_pad=may_pad)
-        # Rows that only the loss combines (`across`) do not depend on one another here.
+        # With `across`, only the loss combines rows, and prediction computes no loss.
         if not self.task.pad and self.task.across is None:
             why_not = why_not or "the task has pad=False"
         feed.decide(why_not)
 
     def check(self, strategy: Strategy, state: PyTree, batch: Batch, *, may_pad: bool) -> str:
-        """Validates the model on a batch; returns why padding, if it may be needed, is unsafe.
+        """Validates the model on a batch; returns why padding is unsafe, or "".
 
         Raises:
-          ValueError: it combines rows, and would see a part of them, or returns no row for each
+          ValueError: the model mixes rows of a divided batch, or its outputs are not one row per
             example.
         """
         key, found = (structure_of((state, batch.inputs)), strategy, may_pad), self.programs.found
@@ -197,10 +197,10 @@ class Predictor:
         return Pass({MODEL: self._make()(state, batch, *position)})
 
     def _compile(
-        self, layout: StateLayout, portion: Portion, arguments: tuple[PyTree, ...]
+        self, layout: StateLayout, prepared: PreparedBatch, arguments: tuple[PyTree, ...]
     ) -> Function:
-        """Compiles `(leaves, *position, arrays of the inputs) -> outputs` for such batches."""
-        strategy, structure = portion.strategy, jax.tree.structure(portion.batch.inputs)
+        """Compiles `(leaves, *position, input arrays) -> outputs` for a signature."""
+        strategy, structure = prepared.strategy, jax.tree.structure(prepared.batch.inputs)
         step = self._make(axis_name=strategy.axis_name, virtual_replicas=strategy.virtual_replicas)
 
         def predict(leaves: PyTree, *positioned: PyTree) -> PyTree:
@@ -211,7 +211,7 @@ class Predictor:
 
 
 def _check_rows(outputs: PyTree, n: int | None) -> None:
-    """Checks that predictions have a row for each of `n` examples; None: that they have rows."""
+    """Checks that outputs have one row for each of `n` examples; None: any number of rows."""
     for path, leaf in flat(outputs).items():
         if leaf.shape[:1] != (n,) and (n is not None or not leaf.shape):
             size = "any number of" if n is None else n
@@ -226,16 +226,16 @@ def _joined(outputs: list[PyTree]) -> PyTree:
     """Concatenates the outputs of batches.
 
     Raises:
-      ValueError: they differ in more than the number of their rows.
+      ValueError: they differ in more than the number of rows.
     """
     first = _shape_of_rows(outputs[0])
     other = next((each for each in outputs if _shape_of_rows(each) != first), None)
     if other is not None:
         shapes = [jax.tree.map(np.shape, each) for each in (outputs[0], other)]
         raise ValueError(
-            "Cannot join the outputs of all batches: those of the first batch have the shapes "
-            f"{shapes[0]}, those of another one {shapes[1]}. Pad the inputs to one length, or read "
-            "them batch by batch: for batch, outputs in model.predictions(x)."
+            f"Cannot join the outputs of all batches: the first batch has outputs of shapes "
+            f"{shapes[0]}, another one {shapes[1]}. Pad the inputs to one length, or read the "
+            "outputs batch by batch: for batch, outputs in model.predictions(x)."
         )
     return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 

@@ -1,4 +1,4 @@
-"""Programs: what was compiled and found out for batches, by their signatures."""
+"""Programs: caches compiled programs and validation results by batch signature."""
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
@@ -8,7 +8,7 @@ import jax
 
 from flaxfit.display import duration, plural
 from flaxfit.loop._consistency import Consistency
-from flaxfit.loop._padding import Portion
+from flaxfit.loop._padding import PreparedBatch
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._state_layout import StateLayout
 from flaxfit.loop._stopwatch import Stopwatch
@@ -18,54 +18,52 @@ from flaxfit.tree import Function, PyTree
 
 
 class Programs:
-    """Keeps compiled programs, and what tracing and trials found out about states and batches.
+    """Caches compiled programs and the results of traces and trials; reports compilations.
 
-    Training, evaluation and prediction have one each. It reports what was compiled and how long
-    that took.
-
-    Args:
-      say: prints a notice for the user.
+    Training, evaluation and prediction have separate instances. `say` prints a notice.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda text: None):
         self.compiled: dict[Hashable, Function] = {}
-        """Programs by what determines them: the signature of a batch, and what may vary beside."""
+        """Programs by batch signature and other static arguments, such as the number of steps."""
         self.found: dict[Hashable, Any] = {}
-        """The results of `inspect`, `examine` and their like, each by a key of its own kind."""
+        """Results of `inspect`, `examine` and `Predictor.check`, by keys of different forms."""
         self.watch = Stopwatch()
         """The time of compilation."""
         self._say = say
         self._first: tuple[list[tuple[int, ...]], list[str]] | None = None
-        """Shapes and dtypes of the first batch that was compiled for."""
+        """Shapes and dtypes of the first compilation."""
 
     def forget(self) -> None:
-        """Clears the compiled programs, and what was found out."""
+        """Clears both caches."""
         self.compiled.clear()
         self.found.clear()
 
     @contextlib.contextmanager
-    def compiling(self, consistency: Consistency, portion: Portion, step: int) -> Iterator[None]:
+    def compiling(
+        self, consistency: Consistency, prepared: PreparedBatch, step: int
+    ) -> Iterator[None]:
         """Times and announces the compilation within its block.
 
         Args:
           consistency: compares the processes of the run.
-          portion: the first of the batches.
-          step: the number of their first step.
+          prepared: the first batch of the program.
+          step: the number of its step.
         """
-        batch, before = portion.batch, self.watch.seconds
+        batch, before = prepared.batch, self.watch.seconds
         self._say("compiling…")
         with self.watch, calls_explained(batch.inputs, batch.targets):
-            consistency.program(step, batch, is_weighted=portion.is_weighted)
+            consistency.program(step, batch, is_weighted=prepared.is_weighted)
             yield
-            consistency.compiled(step, getattr(portion.strategy, "text", ""))
-        self._announce(portion, self.watch.seconds - before)
+            consistency.compiled(step, getattr(prepared.strategy, "text", ""))
+        self._announce(prepared, self.watch.seconds - before)
 
-    def _announce(self, portion: Portion, seconds: float) -> None:
-        """Reports what was compiled, and what has changed since an earlier compilation."""
-        leaves = jax.tree.leaves(portion.batch[:2])
+    def _announce(self, prepared: PreparedBatch, seconds: float) -> None:
+        """Reports a compilation, and how shapes or dtypes differ from the first one."""
+        leaves = jax.tree.leaves(prepared.batch[:2])
         shapes = [leaf.shape for leaf in leaves]
-        if portion.data:  # The batch is gathered from it.
-            leaves = jax.tree.leaves(portion.data[0][:2])
+        if prepared.data:  # The batch holds indices of rows of the data.
+            leaves = jax.tree.leaves(prepared.data[0][:2])
             shapes = [shapes[0] + leaf.shape[1:] for leaf in leaves]
         dtypes = [str(leaf.dtype) for leaf in leaves]
         first = self._first = self._first or (shapes, dtypes)
@@ -80,7 +78,7 @@ class Programs:
         if now == before:
             self._say(done)
             return
-        where = plural(len(portion.strategy.devices), "device")
+        where = plural(len(prepared.strategy.devices), "device")
         self._say(f"{done}, for batches of {now} on {where} (the first were of {before})")
 
 
@@ -88,19 +86,19 @@ def build_update(
     task: TrainTask,
     layout: StateLayout,
     companions: PlacedCompanions,
-    portion: Portion,
+    prepared: PreparedBatch,
     arguments: tuple[PyTree, ...],
     n_steps: int,
     **options: bool,
 ) -> Function:
-    """Compiles `(leaves, totals, *data, arrays) -> (leaves, totals, grads)` for such batches.
+    """Compiles `(leaves, totals, *companions, *data, arrays) -> (leaves, totals, grads)`.
 
-    State and batch cross the call as flat leaves; those of the state are donated. Companions come
-    before the data. The options are those of `make_update`.
+    `leaves` is the flat state, which is donated; `arrays` is the flat batch. The options are those
+    of `make_update`.
     """
-    # Not the portion: the compiled update would keep its data.
-    strategy, skip_empty = portion.strategy, portion.is_weighted
-    structure = jax.tree.structure(portion.batch)
+    # The closure must not refer to `prepared`: the cached program would keep its data alive.
+    strategy, skip_empty = prepared.strategy, prepared.is_weighted
+    structure = jax.tree.structure(prepared.batch)
 
     def update_leaves(leaves: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, ...]:
         bound, (*data, arrays) = companions.bound(task, others)
@@ -117,4 +115,5 @@ def build_update(
         results = strategy.constrain(update(state, totals, *data, batch), state)
         return layout.flatten(results[0]), *results[1:]
 
+    # Not the totals: every count starts from the same zeros, and `InFlight` waits for old totals.
     return strategy.compile(update_leaves, arguments, n_donated=1)

@@ -1,4 +1,4 @@
-"""The checkpoint of the present moment, and what a run needs beside it to resume exactly."""
+"""Makes checkpoints, and records the facts that a run needs to resume exactly."""
 
 import functools
 import math
@@ -25,16 +25,16 @@ def make_checkpoint(
     stop: bool = False,
     between: bool = False,
 ) -> Checkpoint:
-    """The checkpoint of the steps since the count began; it borrows its arrays.
+    """Makes a checkpoint of the steps since the last reset; it borrows its arrays.
 
     Args:
       stepper: the stepper.
-      watch: the time of these steps, with preparation.
+      watch: the time of these steps, including preparation.
       epoch: the number of the epoch of `fit`.
       stop: whether the run ends here.
-      between: whether the count continues after it, so that its sums are recorded.
+      between: whether counting continues afterwards, so that the sums must be recorded.
     """
-    # Do what needs no results first, while the devices compute.
+    # While the devices compute, do everything that needs no results of theirs.
     stepper.cursor.shuffle_ahead()
     state, grads = stepper.placed.lend()
     return Checkpoint(
@@ -51,7 +51,7 @@ def make_checkpoint(
         last_grads=grads,
         companions=stepper.companions.saved,
         module_of=functools.partial(module_of, stepper.task),
-        # From here on it waits.
+        # The metrics wait for the devices; the elapsed time must be read after them.
         metrics=stepper.metrics() | learning_rates(stepper),
         elapsed_time=watch.seconds - stepper.preparation_time,
         sums=jax.tree.map(np.array, stepper.tally.totals) if between else None,
@@ -59,9 +59,9 @@ def make_checkpoint(
 
 
 def get_running(stepper: Stepper) -> dict[str, Json]:
-    """The facts that a run needs beside state, position and sums to continue exactly, as JSON.
+    """Returns, as JSON, further facts that a run needs to resume exactly.
 
-    They include the size of the batches, as the next one may be a remainder.
+    Among them is the batch size, since the next batch may be a remainder.
     """
     running: dict[str, Json] = {"batch_size": stepper.feed.batch_size}
     running |= frozen_facts(stepper.task, lambda: stepper.state.params)
@@ -71,7 +71,7 @@ def get_running(stepper: Stepper) -> dict[str, Json]:
 
 
 def set_running(stepper: Stepper, running: dict[str, Json], say: Callable[[str], None]) -> None:
-    """Continues from what `get_running` returned."""
+    """Restores the facts that `get_running` returned."""
     stepper.feed.batch_size = running.get("batch_size", stepper.feed.batch_size)
     set_late(stepper, from_json(running.get("late", ())))
     before, now = running.get("virtual_replicas"), stepper.strategy.virtual_replicas
@@ -80,7 +80,7 @@ def set_running(stepper: Stepper, running: dict[str, Json], say: Callable[[str],
 
 
 class LossWarning:
-    """Warns when the loss is no longer finite: once, until it is finite again."""
+    """Warns when the loss becomes NaN or infinite; again only after it was finite."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say, self._was_finite = say, True

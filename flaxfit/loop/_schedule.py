@@ -30,11 +30,11 @@ class Schedule:
             whole_number("n_steps", self.last, least=0)
 
     def after(self, step: int, last: int | None = None) -> int:
-        """The first step after `step` that yields a checkpoint; past the last step, `last` is moot.
+        """Returns the first step after `step` that yields a checkpoint.
 
         Args:
-          step: a step that was done.
-          last: in place of the last step of the schedule.
+          step: a completed step; from the last step on, no last step bounds the result.
+          last: replaces `self.last`.
         """
         n = max(0, (step - self.first) // self.every + 1)
         target = self.first + n * self.every

@@ -1,4 +1,4 @@
-"""StateLayout: a state as the flat list of arrays that compiled programs take."""
+"""StateLayout: converts a state to the flat list of arrays that compiled programs take."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,15 +12,15 @@ from flaxfit.tree import PyTree, flat
 class StateLayout:
     """Converts states of one structure to lists of arrays, and back.
 
-    A compiled program takes a flat list faster than a tree, and the data of random keys faster
-    than the keys.
+    A compiled call dispatches faster with a flat list than with a tree, and with raw key data than
+    with typed random keys.
 
     >>> layout = StateLayout({"key": jax.random.key(0), "w": jnp.ones(2)})
     >>> [x.shape for x in layout.flatten({"key": jax.random.key(0), "w": jnp.ones(2)})]
     [(2,), (2,)]
 
     Args:
-      state: a state of that structure, of arrays.
+      state: a state of arrays with that structure.
     """
 
     def __init__(self, state: PyTree):
@@ -32,24 +32,24 @@ class StateLayout:
         }
 
     def flatten(self, state: PyTree) -> list[Any]:
-        """The arrays of a state, with the data of its random keys."""
+        """Returns the arrays of a state, with key data for random keys."""
         leaves = jax.tree.leaves(state)
         for i in self._key_impls:
             leaves[i] = jax.random.key_data(leaves[i])
         return leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> PyTree:
-        """The state of these arrays."""
+        """Returns the state of flat arrays."""
         leaves = list(leaves)
         for i, impl in self._key_impls.items():
             leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
         return self._structure.unflatten(leaves)
 
     def restructured(self, state: PyTree) -> Any:
-        """A state with arrays of the same paths, in this structure; any other state as it is.
+        """Converts a state to this structure if its paths agree; else returns it unchanged.
 
-        A state that was restored without a template holds plain dicts, whose order may differ.
-        Its own names of axes stay.
+        A state restored without a template holds plain dicts, whose order may differ. It keeps its
+        own axis names.
         """
         if jax.tree.structure(state) == self._structure:
             return state

@@ -1,4 +1,4 @@
-"""Stepper: the state of a run, and the one way to take training steps."""
+"""Stepper: the state of a run, and `advance`, which takes its training steps."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ from flaxfit.tree import Data, Params, PyTree, shapes_of
 
 
 class Stepper:
-    """The training state on the devices, the position in the data, and `advance` between them.
+    """Holds the training state and the position in the data; `advance` moves both together.
 
-    Only `metrics` reads from the devices. An interrupt never separates a batch from the state that
-    follows from it.
+    Only `metrics` reads from the devices. An interrupt never separates a consumed batch from the
+    state of its step.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class Stepper:
         self.task, self.strategy, self._say = task, strategy, say
         self.options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self.step = 0
-        """The number of completed updates; on the host, as reading the device's would wait."""
+        """The number of updates, counted on the host: reading `state.step` would wait."""
         self.interrupts = Interrupts()
         self.consistency = Consistency(strategy)
         self.feed = Feed(
             strategy,
             task.roles,
             parts=task.accumulate,
-            is_mixed=task.step is not None,  # A step of the user's own checks batches by itself.
+            is_mixed=task.step is not None,  # A custom step may take batches of any structure.
             is_whole=may_be_whole(task, strategy),
             drops_weights=True,
             say=say,
         )
         self.inspecting = Stopwatch()
-        """The time of inspections of first batches."""
+        """The time of inspecting first batches."""
         self.programs = Programs() if strategy.runs_eagerly else Programs(say)
         self.inspection = Inspection(task, strategy, self.programs.found, say)
         self.steps_per_call = StepsPerCall()
@@ -74,56 +74,56 @@ class Stepper:
         self._n_set = self.n_tuned = 0
         self.set_data(task.data)
 
-    # What it holds.
+    # State.
 
     @property
     def state(self) -> Any:
-        """The training state, in its places on the devices; the next step donates it."""
+        """The training state on the devices; the next step donates it."""
         return self.placed.value
 
     @property
     def revision(self) -> tuple[int, int, int]:
-        """Distinguishes the present state from every other one.
+        """Identifies the present state.
 
-        That is the step, how often state or data were set, and how often hyperparameters or
-        frozen parameters were.
+        It consists of the step, how often state or data were set, and how often hyperparameters
+        or `freeze` were.
         """
         return self.step, self._n_set, self.n_tuned
 
     @property
     def is_preparing(self) -> bool:
-        """Whether it inspects the first batch or compiles, which may take long."""
+        """Whether it is inspecting a first batch or compiling, which may take long."""
         return self.inspecting.is_running or self.programs.watch.is_running
 
     @property
     def preparation_time(self) -> float:
-        """The seconds since the count began that inspection and compilation took."""
+        """The seconds of inspection and compilation since the last reset."""
         return self.programs.watch.seconds + self.inspecting.seconds
 
     @explained
     def metrics(self) -> dict[str, Any]:
-        """The metrics over all steps since the count began; waits for the devices."""
+        """Computes the metrics over all steps since the last reset; waits for the devices."""
         return self.tally.metrics(self.task.metrics, self.step)
 
     @property
     def step_options(self) -> dict[str, bool]:
-        """Options of the step that its programs are compiled with."""
+        """The options that programs of the step are compiled with."""
         return {"loss_has_weights": self.inspection.loss_has_weights, **self.options}
 
-    # What can be set between two steps.
+    # Changes between steps.
 
     def set_data(self, data: Data) -> None:
-        """Continues with other data."""
+        """Switches to other data."""
         self._n_set += 1
         self.cursor = Cursor(self.task.roles.of_data_set(data))
         self.feed.take_from(self.cursor)
 
-    def set_state(self, state: TrainState, *, is_own: bool = False) -> None:
-        """Continues from another state; from a copy unless its arrays are the loop's own."""
+    def set_state(self, state: TrainState, *, may_donate: bool = False) -> None:
+        """Continues from another state: from a copy, unless steps `may_donate` its arrays."""
         self.consistency.state(int(state.step), (state, self.companions.states))
         before = self.state
         check_norms(self.task, state.params)
-        self.placed.place(state, is_own=is_own)
+        self.placed.place(state, may_donate=may_donate)
         self.step = int(state.step)
         self._n_set += 1
         if shapes_of(before) != shapes_of(self.state):
@@ -133,12 +133,12 @@ class Stepper:
         self.reset_totals()
 
     def set_task(self, task: TrainTask) -> None:
-        """Continues with a variant of the task, for which programs are compiled again."""
+        """Switches to a variant of the task, for which programs are compiled again."""
         self.task = task
         self.programs.forget()
 
     def set_norms(self, patterns: str | Sequence[str]) -> None:
-        """Continues with the norms of these patterns reported."""
+        """Reports the norms of parameters that match these patterns from now on."""
         task = dataclasses.replace(self.task, norms=patterns)
         check_norms(task, self.state.params)
         if task.norms != self.task.norms:
@@ -146,13 +146,13 @@ class Stepper:
             self.feed.forget()
 
     def reset_totals(self) -> None:
-        """Starts a new count."""
+        """Resets steps, examples, sums and times."""
         self.tally.begin()
         self.placed.grads = None
         self.programs.watch.reset()
         self.inspecting.reset()
 
-    # How it steps.
+    # Steps.
 
     def advance(
         self,
@@ -165,8 +165,8 @@ class Stepper:
         """Takes the steps of one dispatch: fetches batches, runs the update, stores the state.
 
         Args:
-          n_left: the most steps to take.
-          batch: a batch for one step, while the stream stays where it is; None: the stream's.
+          n_left: the largest number of steps to take.
+          batch: a batch for one step, which leaves the stream alone; None: the stream's next ones.
           spacing: as in `StepsPerCall.next`.
           n_total: as in `StepsPerCall.next`.
 
@@ -174,8 +174,9 @@ class Stepper:
           Whether there was a batch.
         """
         try:
-            # Until the release an interrupt waits, so that no batch and no state is lost. Batches
-            # have no name here: the traceback of the interrupt would keep them.
+            # A donating call destroys the old state before the new one is stored: an interrupt in
+            # between would lose both, so it waits until the release. Batches are passed on without
+            # a name, because the traceback of the interrupt would keep local variables alive.
             self.interrupts.is_held = True
             try:
                 if batch is None:
@@ -192,30 +193,30 @@ class Stepper:
         return has_stepped
 
     def _step(self, loaded: Loaded | None, *, is_given: bool) -> bool:
-        """Runs the compiled update on batches, and stores the state.
+        """Runs the compiled update on loaded batches, and stores the new state.
 
-        Apart from `advance`, since the traceback of an interrupt would keep the arrays here.
+        Separate from `advance`: its local arrays must not live on in an interrupt's traceback.
         """
         if loaded is None:
             self.consistency.end("training", self.step, [self.tally.totals])
             self.cursor.ended = True
             return False
-        portion, arrays, n, n_examples = loaded
-        placed, is_on_all = self.placed, portion.strategy is self.strategy
+        prepared, arrays, n, n_examples = loaded
+        placed, is_on_all = self.placed, prepared.strategy is self.strategy
         leaves, totals, companions = placed.leaves, self.tally.totals, self.companions.arguments
         if not is_on_all:
-            leaves, totals = placed.moved(portion.strategy, leaves, totals)
-            companions = self.companions.moved(portion.strategy)
-        arguments = (leaves, totals, *companions, *portion.data, arrays)
-        key = (n, portion.signature)
+            leaves, totals = placed.moved(prepared.strategy, leaves, totals)
+            companions = self.companions.moved(prepared.strategy)
+        arguments = (leaves, totals, *companions, *prepared.data, arrays)
+        key = (n, prepared.signature)
         update = self.programs.compiled.get(key)
         if update is None:
-            with self.programs.compiling(self.consistency, portion, self.step + 1):
+            with self.programs.compiling(self.consistency, prepared, self.step + 1):
                 update = build_update(
                     self.task,
                     placed.layout,
                     self.companions,
-                    portion,
+                    prepared,
                     arguments,
                     n,
                     **self.step_options,
@@ -223,6 +224,7 @@ class Stepper:
             self.programs.compiled[key] = update
             self._in_flight.expect(loaded.n_bytes)
         placed.take_back()
+        # `arguments` donates `leaves`: from here on only the results may be used.
         leaves, totals, placed.grads = update(*arguments)
         if not is_on_all:
             leaves, totals = placed.moved(self.strategy, leaves, totals)
@@ -231,17 +233,17 @@ class Stepper:
         self.tally.add(totals, n, n_examples)
         self.consistency.stepped(key)
         if not is_given:
-            self.cursor.stepped(n)  # Its batches may go, now that the new state is stored.
+            self.cursor.stepped(n)  # Last: a failure above leaves the batches in the queue.
         return True
 
     def _load(self, n_left: int, spacing: int, n_total: int | None) -> Loaded | None:
-        """The next batches if they share a program, else one; None at the end of the data."""
+        """Loads the next batches if they share a program, else one; None at the end of the data."""
         n = self.steps_per_call.next(self, n_left, spacing, n_total)
         cursor = self.cursor
         items = cursor.fetch(n)
-        if cursor is not self.cursor:  # Reading it has set other data.
+        if cursor is not self.cursor:  # Fetching a batch replaced `loop.data`.
             return self._load(n_left, spacing, n_total)
-        if len(items) < n:
+        if len(items) < n:  # The end of the data: a program for `n` steps does not fit.
             items = items[:1]
         if not items:
             return None
@@ -250,7 +252,7 @@ class Stepper:
         return self.feed.load(items)
 
     def _load_given(self, batch: PyTree) -> Loaded:
-        """A batch that is not of the stream."""
+        """Loads a batch from outside the stream."""
         feed, item = self.feed, self.task.roles(batch)
         if not feed.is_decided:
             first = feed.first() if self.cursor.has_data else []
@@ -263,28 +265,28 @@ class Stepper:
         return feed.load_given(item)
 
     def expect(self, item: PyTree) -> None:
-        """Inspects the batch of a fetched item, the first one."""
+        """Inspects the batch of the first fetched item."""
         with self.inspecting:
             self.inspect_first(self.feed.examples(item))
 
     def first_batch(self) -> PyTree:
-        """Returns the next batch, which stays to be trained on; raises if there is none."""
+        """Returns the next batch without committing it; raises if there is none."""
         first = self.feed.first()
         if not first:
             raise ValueError("The data holds no batches: there is nothing to train on.")
         return first[0]
 
     def inspect_first(self, batch: PyTree) -> None:
-        """Validates the first batch, which decides how all are padded or split."""
+        """Validates the first batch, and decides how all batches are padded or split."""
         feed = self.feed
-        if not feed.is_own:
+        if not feed.is_process_local:
             self.consistency.data(self.cursor.stream_position())
         data = feed.whole()
         batch = feed.begin(batch, data)
         feed.decide(self._inspect(batch, data, feed.may_pad))
 
     def _inspect(self, batch: Batch, data: Batch | None, may_pad: bool) -> str:
-        """Validates a batch; returns why padding, if it may be needed, is unsafe, or ""."""
+        """Validates a batch; returns why padding is unsafe, or ""."""
         sums, why_not = self.inspection(
             self.task,
             self.state,
@@ -295,7 +297,7 @@ class Stepper:
             may_pad=may_pad,
         )
         if self.tally.expect(sums):
-            self._say("the metrics changed in the middle of their span: the count starts over")
+            self._say("the metrics changed between two checkpoints: counting starts over")
             self.reset_totals()
         return why_not
 

@@ -1,4 +1,4 @@
-"""How many steps to take in one dispatch: a number that the user gave, or "auto"."""
+"""StepsPerCall: the number of steps in one dispatch, given by the user or "auto"."""
 
 import functools
 from typing import Any
@@ -6,35 +6,35 @@ from typing import Any
 from flaxfit.tree import whole_number
 
 _MOST_STEPS = 32
-# As many operations as a slow device of the kind does in a tenth of a second.
+# The operations of a slow CPU or accelerator in a tenth of a second.
 _MOST_WORK_ON_CPU, _MOST_WORK = 2e9, 2e11
 _PAYS_FROM = 50_000
-"""Steps in a run from which on the time of a second compilation is won back."""
+"""The number of steps from which a second compilation pays off."""
 
 
 class StepsPerCall:
     """Chooses the number of steps of each dispatch.
 
     Args:
-      value: the largest number, or "auto".
+      value: the largest number of steps, or "auto".
     """
 
     def __init__(self, value: int | str = 1):
         self._is_auto = value == "auto"
         self.number = 1 if self._is_auto else whole_number("steps_per_call", value, other="auto")
-        """The number that was given, or that "auto" has chosen."""
+        """The given number, or the latest choice of "auto"."""
 
     def next(self, stepper: Any, n_left: int, spacing: int, n_total: int | None) -> int:
-        """The number of steps of the next dispatch.
+        """Returns the number of steps in the next dispatch.
 
-        "auto" takes several steps of arrays only, whose batches are indices: batches that a user's
-        code makes may take much memory, or be made in one buffer.
+        "auto" groups steps only for arrays, whose batches are indices: batches made by user code
+        may take much memory, or share one buffer.
 
         Args:
           stepper: the `Stepper` that takes them.
-          n_left: the steps up to the next checkpoint.
-          spacing: the steps between checkpoints.
-          n_total: the steps of the run, those before it was resumed included; None: not known.
+          n_left: the number of steps up to the next checkpoint.
+          spacing: the number of steps between checkpoints.
+          n_total: the steps of the run, including those before a resume; None: unknown.
         """
         if self._is_auto:
             can_take_several = stepper.cursor.takes_rows and not next_is_slow(stepper)
@@ -51,33 +51,33 @@ class StepsPerCall:
 
 
 def next_is_slow(stepper: Any) -> bool:
-    """Whether steps like the next one run slowly in a loop; depends on the next batch alone.
+    """Whether steps like the next one run slowly in a loop.
 
-    A resumed run therefore takes the same steps together.
+    It depends on the next batch alone, so that a resumed run groups steps as before.
     """
     cursor, feed, inspection = stepper.cursor, stepper.feed, stepper.inspection
     is_mixed = stepper.task.step is not None and not cursor.gathers
     if is_mixed or not feed.is_decided:
         items = cursor.peek()
-        if cursor is not stepper.cursor:  # Reading it has set other data.
+        if cursor is not stepper.cursor:  # Fetching a batch replaced `loop.data`.
             return next_is_slow(stepper)
         if items:
             if not feed.is_decided:
                 stepper.expect(items[0])
             if is_mixed:
-                portion = feed.portion(items[0])
-                inspection.inspect_loops(stepper.task, stepper.state, portion)
+                prepared = feed.prepare(items[0])
+                inspection.inspect_loops(stepper.task, stepper.state, prepared)
     return inspection.is_slow_in_loops
 
 
 @functools.lru_cache
 def automatic_number(work: float, spacing: int, n_total: int, platform: str) -> int:
-    """The number of steps that "auto" takes in one dispatch.
+    """Returns the number of steps that "auto" takes in one dispatch.
 
-    A dispatch costs some tens of microseconds, however little there is to compute. It lasts a tenth
-    of a second at most, so that a signal or a watcher need not wait. The number divides the spacing
-    of checkpoints, as the steps of a remainder need a program of their own; only in long runs it
-    need not. It depends on no clock, so that a run takes the same programs each time.
+    Grouping saves the fixed cost of a dispatch, some tens of microseconds. A group takes about a
+    tenth of a second at most, so that signals are handled soon. The number divides the spacing of
+    checkpoints, since a remainder needs another program; only long runs pay for that. It depends
+    on no clock, so that equal runs use equal programs.
 
     >>> automatic_number(1e6, 45, 1000, "cpu"), automatic_number(1e6, 47, 1000, "cpu")
     (15, 1)
@@ -85,9 +85,9 @@ def automatic_number(work: float, spacing: int, n_total: int, platform: str) -> 
     (32, 1)
 
     Args:
-      work: the operations of a step on each device.
-      spacing: the steps between checkpoints.
-      n_total: the steps of the run; 0: not known, so that few are counted on.
+      work: the operations of a step per device.
+      spacing: the number of steps between checkpoints.
+      n_total: the number of steps of the run; 0: unknown, treated as few.
       platform: the platform of the devices, as JAX names it.
     """
     most_work = _MOST_WORK_ON_CPU if platform == "cpu" else _MOST_WORK

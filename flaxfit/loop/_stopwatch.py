@@ -1,11 +1,11 @@
-"""Stopwatch: adds up the seconds that are spent within it."""
+"""Stopwatch: adds up the seconds spent in its `with` blocks."""
 
 import time
 from typing import Self
 
 
 class Stopwatch:
-    """Adds up the seconds of all `with` blocks over it, the present one included; blocks may nest.
+    """Adds up the seconds of all its `with` blocks, including a running one; blocks may nest.
 
     >>> watch = Stopwatch()
     >>> with watch:
@@ -32,7 +32,7 @@ class Stopwatch:
 
     @property
     def is_running(self) -> bool:
-        """Whether a block is being executed."""
+        """Whether a block is running."""
         return self._depth > 0
 
     @property

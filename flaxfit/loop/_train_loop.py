@@ -391,7 +391,7 @@ class TrainLoop:
             return normalize(batch, is_whole=task.keeps_whole).inputs
 
         with eagerly(strategy), without_mesh():
-            state, self.start, is_own, present = start(
+            state, self.start, may_donate, present = start(
                 init,
                 task,
                 rnkey,
@@ -406,14 +406,14 @@ class TrainLoop:
             check_trains(state, self.say)
         if self.start is not None or strategy.virtual_replicas:
             say_if_inexact(self.say, strategy.devices[0].platform)
-        self._resume(state, self.start, is_own=is_own)
+        self._resume(state, self.start, may_donate=may_donate)
 
-    def _resume(self, state: TrainState, checkpoint: Any, *, is_own: bool = False) -> None:
+    def _resume(self, state: TrainState, checkpoint: Any, *, may_donate: bool = False) -> None:
         """Continues from a state, and from the position and counts of its checkpoint, if any."""
         self._companions.restore(getattr(checkpoint, "companions", None))
         with quiet(not self._is_talking):
             self._stepper.cursor.move_to(getattr(checkpoint, "data_state", None))
-        self._stepper.set_state(match(self._stepper, state), is_own=is_own)
+        self._stepper.set_state(match(self._stepper, state), may_donate=may_donate)
         self._forget_delivery()
         self._last, self._is_at_start = None, False
         self._reset()

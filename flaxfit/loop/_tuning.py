@@ -1,4 +1,4 @@
-"""The optimizer of a run, read and set between two steps: hyperparameters and frozen parameters."""
+"""Reads and changes the optimizer of a run between steps: hyperparameters and `freeze`."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,9 @@ from flaxfit.tree import ArrayLike
 
 
 def present_hyperparams(stepper: Stepper) -> dict[str, Any]:
-    """The hyperparameters of the optimizer as numbers, in the order of its groups.
+    """Returns the hyperparameters of the optimizer as numbers, by group.
 
-    Of a plain optimizer only a constant learning rate is known.
+    For a plain Optax optimizer, at most a constant learning rate is known.
     """
     opt_state = stepper.state.opt_state
     if stepper.placed.has_hyperparams or stepper.task.step is not None:
@@ -30,7 +30,7 @@ def present_hyperparams(stepper: Stepper) -> dict[str, Any]:
 
 
 def learning_rates(stepper: Stepper) -> dict[str, float]:
-    """The learning rates of the latest step, unless the optimizer is a plain one."""
+    """Returns the learning rates of the latest step; none for a plain Optax optimizer."""
     rates = rates_of(present_hyperparams(stepper)) if stepper.placed.has_hyperparams else {}
     return {
         "learning_rate" if group is None else f"learning_rate/{group}": rate
@@ -51,8 +51,8 @@ def _on_host(values: dict[str, Any]) -> dict[str, Any]:
 def tune(stepper: Stepper, group: str | int | None, values: dict[str, ArrayLike]) -> None:
     """Sets hyperparameters without recompilation.
 
-    Except once: setting the learning rate of a plain optimizer, such as `optax.adam(1e-3)`, first
-    moves it into the state.
+    One exception: the first change of the rate of a plain optimizer, such as `optax.adam(1e-3)`,
+    moves the rate into the state, which changes the program.
     """
     task, placed = stepper.task, stepper.placed
     is_plain = not placed.has_hyperparams and task.step is None
@@ -68,7 +68,7 @@ def with_settings(
     checkpoint: Checkpoint,
     settings: Iterable[tuple[str | int | None, dict[str, ArrayLike]]],
 ) -> Checkpoint:
-    """Adds the hyperparameters that callbacks have set to a checkpoint of the present step."""
+    """Adds hyperparameters set by callbacks to a checkpoint of the present step."""
     if checkpoint.is_borrowed:
         return checkpoint.replace(state=stepper.placed.lend()[0])
     state = match(stepper, checkpoint.state)
@@ -79,7 +79,7 @@ def with_settings(
 
 
 def match(stepper: Stepper, state: TrainState) -> TrainState:
-    """Returns a state with the rate where the task has it; the task follows one that has it."""
+    """Gives state and optimizer a live rate if either has one; returns the state."""
     if stepper.task.step is not None:
         return state
     optimizer, opt_state = matched(stepper.task.optimizer, state.opt_state)
@@ -89,7 +89,7 @@ def match(stepper: Stepper, state: TrainState) -> TrainState:
 
 
 def freeze(stepper: Stepper, patterns: str | Sequence[str]) -> None:
-    """Continues with other parameters frozen, and keeps the optimizer state of the rest."""
+    """Changes the frozen parameters, and keeps the optimizer state of the others."""
     task = dataclasses.replace(stepper.task, freeze=patterns)
     late = stepper.placed.set_optimizer(task.optimizer)
     stepper.n_tuned += 1
@@ -97,7 +97,7 @@ def freeze(stepper: Stepper, patterns: str | Sequence[str]) -> None:
 
 
 def set_late(stepper: Stepper, late: Late) -> None:
-    """Continues with the parameters that were unfrozen later, as far as the state fits them."""
+    """Sets which parameters were unfrozen after the first update, as far as the state fits."""
     fits = fitting(late, stepper.state.opt_state, stepper.state.params)
     if fits != late_of(stepper.task.optimizer):
         stepper.set_task(with_late(stepper.task, fits))

@@ -1,4 +1,4 @@
-"""update_statistics: batch statistics of given parameters, from one pass over data."""
+"""update_statistics: recomputes batch statistics in one pass over data."""
 
 import itertools
 
@@ -23,12 +23,11 @@ def update_statistics(
     n_steps: int | None = None,
     strategy: Strategy | None = None,
 ) -> TrainState:
-    """Recomputes the statistics of BatchNorm for parameters that no step was taken with.
+    """Recomputes the statistics of BatchNorm for parameters that were never trained with.
 
-    Averages of parameters, as of `AverageWeights`, have activations that running statistics never
-    saw. Each batch of one pass is normalized as in training; the new statistics, the collection
-    "batch_stats", are the mean of those of the batches. With `ema`, the parameters and the
-    statistics are those of the average.
+    Averaged parameters, as of `AverageWeights`, produce activations that running statistics never
+    saw. Each batch of one pass is normalized as in training, and the collection "batch_stats"
+    becomes the mean over the batches. With `ema`, the average is used and its statistics are set.
 
     >>> import flax.linen as nn, numpy as np, optax
     >>> x = np.float32([[1.0], [3.0]])
@@ -43,10 +42,10 @@ def update_statistics(
       state: the state; it is not changed.
       data: the data, with or without targets; None: that of the task.
       n_steps: the number of batches; None: one pass.
-      strategy: where to compute, if it is `Sharded`; else one device sees whole batches.
+      strategy: where to compute, if it is `Sharded`; otherwise one device sees whole batches.
 
     Raises:
-      ValueError: the model has no such statistics, or the data repeats forever.
+      ValueError: the model has no collection "batch_stats", or the data has no end.
     """
     if "batch_stats" not in state.model_state:
         raise ValueError("The model has no collection 'batch_stats' to update.")
@@ -82,9 +81,10 @@ def update_statistics(
 
 
 def _mean(n: Array, old: Array, low: Array, start: Array, high: Array) -> Array:
-    """The mean of n + 1 batches, from that of n and what a batch makes of 0 and of `start`.
+    """Updates the mean statistics of n batches to n + 1.
 
-    `new = momentum * old + (1 - momentum) * batch`, of a momentum that is not known.
+    BatchNorm computes `new = momentum * old + (1 - momentum) * batch`. Applied to 0 it gives `low`,
+    applied to `start` it gives `high`: two equations for the unknown `momentum` and `batch`.
     """
     if not jnp.issubdtype(old.dtype, jnp.inexact):
         return high

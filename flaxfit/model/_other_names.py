@@ -114,8 +114,8 @@ def _refuse(self: object, name: str) -> NoReturn:
 
 def _set(self: object, name: str, value: Any) -> None:
     # A subclass of the user's may keep what it was given.
-    is_own = name in _SET_ELSEWHERE and not type(self).__module__.startswith("flaxfit.")
-    if name in _ADVICE and not hasattr(type(self), name) and not is_own:
+    may_keep = name in _SET_ELSEWHERE and not type(self).__module__.startswith("flaxfit.")
+    if name in _ADVICE and not hasattr(type(self), name) and not may_keep:
         _refuse(self, name)
     object.__setattr__(self, name, value)
 

@@ -120,7 +120,7 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
             raise TypeError(
                 f"The model, the loss or a metric got the wrong arguments: {error}. {called}."
             ) from error
-        if not _is_own(error) and not _is_of_a_name(error):
+        if not _is_from_flaxfit(error) and not _is_of_a_name(error):
             error.add_note(f"{called}.")
         raise
 
@@ -215,7 +215,7 @@ def _advice(stepper: Any) -> str:
     )
 
 
-def _is_own(error: BaseException) -> bool:
+def _is_from_flaxfit(error: BaseException) -> bool:
     """Whether flaxfit itself raised an error, which then explains itself."""
     *_, last = None, *traceback.walk_tb(error.__traceback__)
     return last is None or Path(last[0].f_code.co_filename).is_relative_to(_PACKAGE)

@@ -24,14 +24,14 @@ def load():
 
 def test_items_like_those_before_are_taken_as_they_are_and_others_normalized(load):
     first, again = load((X, Y)), load((X + 1, Y))
-    signature = first.portion.signature
-    assert again.portion.signature == signature and again.n_examples == 4
+    signature = first.prepared.signature
+    assert again.prepared.signature == signature and again.n_examples == 4
     np.testing.assert_array_equal(batch_of(again).inputs[0], X + 1)
     np.testing.assert_array_equal(batch_of(again).weights, np.ones(4))
     assert batch_of(load((X.astype(float), Y))).inputs[0].dtype == np.float32
-    assert load([X, Y]).portion.signature == load({"y": Y, "x": X}).portion.signature == signature
-    assert load((X, Y, np.full(4, 0.5))).portion.is_weighted
-    assert not load((X, Y)).portion.is_weighted
+    assert load([X, Y]).prepared.signature == load({"y": Y, "x": X}).prepared.signature == signature
+    assert load((X, Y, np.full(4, 0.5))).prepared.is_weighted
+    assert not load((X, Y)).prepared.is_weighted
     np.testing.assert_array_equal(batch_of(load((X[:3], Y[:3]))).weights, [1, 1, 1, 0])
     with pytest.raises(ValueError, match="different numbers of examples"):
         load((X, Y[:3]))
@@ -59,18 +59,18 @@ def test_arrays_on_devices_are_known_stay_there_and_come_to_the_one_that_compute
     first, other = jax.devices()[:2]
     feed, assemble, n_normalized = Padder(DataParallel([first]), pad=True), Assembler(), 0
 
-    def portion(item):
+    def prepare(item):
         nonlocal n_normalized
         n_normalized += 1
         return feed(item)
 
     for shift, device in enumerate((first, first, other)):
         items = [jax.device_put((X + shift + i, Y), device) for i in range(n)]
-        (inputs,) = batch_of(assemble(items, portion)).inputs
+        (inputs,) = batch_of(assemble(items, prepare)).inputs
         assert isinstance(inputs, jax.Array) and inputs.devices() == {first}
         expected = np.stack([X + shift + i for i in range(n)])
         np.testing.assert_array_equal(inputs, expected if n > 1 else expected[0])
-    assert n_normalized == 1 and assemble([(X, Y)] * n, portion).n_steps == n
+    assert n_normalized == 1 and assemble([(X, Y)] * n, prepare).n_steps == n
     mixed = [(X, Y), jax.device_put((X, Y), other), jax.device_put((X, Y), first)]
     assert batch_of(assemble(mixed, feed)).inputs[0].shape == (3, 4, 2)
     pinned = jax.device_put((X, Y), SingleDeviceSharding(first, memory_kind="pinned_host"))

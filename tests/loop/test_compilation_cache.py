@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
 
 def test_a_given_folder_that_others_may_write_to_is_warned_about_once(tmp_path):
     tmp_path.chmod(0o777)
-    with pytest.warns(UserWarning, match="a given compilation_cache, are run: other users can"):
+    with pytest.warns(UserWarning, match="will be executed, but other users can"):
         use_compilation_cache(tmp_path)
     use_compilation_cache(tmp_path)  # Warnings are errors here.
 
@@ -106,7 +106,7 @@ def test_auto_does_nothing_in_a_run_of_several_processes(caches, monkeypatch):
 def test_the_folder_is_trimmed_to_its_bound_and_the_files_used_least_recently_go(
     caches, monkeypatch
 ):
-    folder = own._own_folder()
+    folder = own._user_folder()
     (folder / "more").mkdir(parents=True, mode=0o700)
     files = [folder / "a-cache", folder / "more" / "b", folder / "c-cache", folder / "d-cache"]
     for i, file in enumerate(files):
@@ -161,8 +161,8 @@ def test_the_folder_of_the_user_wins(caches):
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_folder_that_does_not_suit_is_named_once_and_training_goes_on(caches, is_open):
     if is_open:
-        own._own_folder().mkdir(parents=True)
-        own._own_folder().chmod(0o777)
+        own._user_folder().mkdir(parents=True)
+        own._user_folder().chmod(0o777)
     else:
         (caches / "flaxfit").write_text("")
     with pytest.warns(UserWarning, match="Compiled programs are not kept in .*flaxfit"):
@@ -173,10 +173,10 @@ def test_a_folder_that_does_not_suit_is_named_once_and_training_goes_on(caches, 
 
 
 def test_the_folder_is_another_for_another_processor(monkeypatch):
-    here = own._own_folder()
-    assert here == own._own_folder()
+    here = own._user_folder()
+    assert here == own._user_folder()
     monkeypatch.setattr(own, "_processor", lambda: "avx512f")
-    assert own._own_folder() != here
+    assert own._user_folder() != here
 
 
 STARTS = """

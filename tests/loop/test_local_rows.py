@@ -41,7 +41,7 @@ def test_a_single_process_computes_with_every_row():
     feed.decide("")
     loaded = [each for _, each in feed]
     np.testing.assert_array_equal([batch_of(each).inputs[0] for each in loaded], X.reshape(2, 4))
-    assert not feed.is_own and feed.batch_size == 4
+    assert not feed.is_process_local and feed.batch_size == 4
 
 
 def test_data_that_may_be_the_same_in_each_process_is_refused():
@@ -52,5 +52,5 @@ def test_data_that_may_be_the_same_in_each_process_is_refused():
 
 def test_the_padding_of_each_process_is_cut_off():
     feed = feed_of(as_stream([X], shared=False), TwoProcesses())
-    assert feed.is_own and feed.batch_size == 0
+    assert feed.is_process_local and feed.batch_size == 0
     np.testing.assert_array_equal(feed.without_padding(X, 3), [0, 1, 2, 4, 5, 6])

@@ -24,9 +24,9 @@ def make(n_devices=4, **options):
 def test_batches_are_padded_to_a_multiple_of_the_devices_and_to_the_regular_size():
     feed = make()
     for n, weights in [(6, [1] * 6 + [0] * 2), (3, [1] * 3 + [0] * 5), (8, [1] * 8)]:
-        portion = feed((np.resize(X, (n, 2)), np.resize(Y, n)))
-        assert portion.n_examples == n and not portion.is_weighted
-        assert portion.batch.weights.tolist() == weights
+        prepared = feed((np.resize(X, (n, 2)), np.resize(Y, n)))
+        assert prepared.n_examples == n and not prepared.is_weighted
+        assert prepared.batch.weights.tolist() == weights
 
 
 def test_batches_that_all_have_the_regular_size_need_no_weights():

@@ -31,7 +31,7 @@ def test_it_holds_a_copy_of_what_it_was_given():
 def test_it_takes_over_a_state_of_its_own_without_a_copy():
     held = PlacedState(DataParallel(FIRST))
     state = TrainState.create(optax.sgd(0.1), {"params": {"a": jnp.ones(2)}}, key=0)
-    held.place(state, is_own=True)
+    held.place(state, may_donate=True)
     ours, given = held.value.params["a"], state.params["a"]
     assert ours.unsafe_buffer_pointer() == given.unsafe_buffer_pointer()
 

@@ -25,7 +25,7 @@ def resident_inputs_of(loop):
 
 def batch_of(loaded):
     """What an `Assembler` has loaded, as a batch."""
-    return jax.tree.structure(loaded.portion.batch).unflatten(loaded.arrays)
+    return jax.tree.structure(loaded.prepared.batch).unflatten(loaded.arrays)
 
 
 def is_holding_interrupts(loop):
