@@ -194,14 +194,14 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "expect other shapes", "(4
         (
             lambda: ff.Model(nn.Dense(3)).predict(X[0]),
             ValueError,
-            ["cannot take inputs of shape (32,)", "Of one example make a batch, x[None]"],
+            ["cannot take inputs of shape (32,)", "make a batch of it: x[None]"],
         ),
         (
             lambda: fitted().predict((X, LABELS)),
             TypeError,
             [
                 "takes 2 positional arguments but 3",
-                "a tuple is several",
+                "a tuple or a list of arrays holds several inputs",
                 "of shapes (32, 4), (32,)",
             ],
         ),

@@ -73,9 +73,9 @@ def examine(
     n_parts = task.accumulate if isinstance(task, TrainTask) else 1
     why_not, is_replaced = _why_not_pad(task, result), _replaces_targets(task, batch)
     # A loss that combines rows receives the rows of all replicas, unless replicas or parts run one
-    # after the other (`is_apart`), or there is a loss for each output.
-    is_apart = n_parts > 1 or strategy.virtual_replicas is not None
-    may_gather = not (is_apart or isinstance(task.loss, LossByOutput))
+    # after the other (`is_sequential`), or there is a loss for each output.
+    is_sequential = n_parts > 1 or strategy.virtual_replicas is not None
+    may_gather = not (is_sequential or isinstance(task.loss, LossByOutput))
     with_losses = is_replaced or task.across is None and (task.pad or not may_gather)
     run, is_noisy = pass_of(task, with_losses=with_losses), has_statistics(task, state)
     evaluation = None
@@ -249,7 +249,7 @@ class Division(NamedTuple):
             return "", Difference()
         found: tuple[str, Difference] = "", Difference()
         proof = self._prove(self.run, state, batch, states, is_chained=self.n_parts > 1)
-        if not proof.is_apart:
+        if not proof.is_independent:
             attempt = self._trial(state, batch if load is None else load(), states, proof)
             for amount in (0.0, _AMOUNT) if load is None else (0.0,):
                 found = attempt(np.float32(amount))
@@ -284,7 +284,7 @@ class Division(NamedTuple):
         """Tries to prove that rows are independent; an eager pass has no trace to prove it by."""
         bound, n_divided = self.strategy.bind(run), self.n_replicas * self.n_parts
         if runs_eagerly(bound):
-            return Proof(is_apart=False)
+            return Proof(is_independent=False)
         # Two sizes are traced, that of a part and a multiple of it: a dimension that differs
         # between the traces is an axis of rows, and one that does not is a constant.
         given = state, batch, states, self._part(batch), n_divided if n_divided > 1 else 2
@@ -293,7 +293,7 @@ class Division(NamedTuple):
         proof = prove(bound if axis is None else run, *given, is_chained=is_chained)
         if not proof.names_axis:
             return proof
-        return prove(bound, *given)._replace(is_apart=False, names_axis=True)
+        return prove(bound, *given)._replace(is_independent=False, names_axis=True)
 
     def _part(self, batch: Batch) -> int:
         """Returns the number of examples in a part of a batch, at least 2."""
@@ -316,7 +316,7 @@ class Division(NamedTuple):
         evaluation = self.evaluation if proof.draws and not self.is_noisy else None
         # A proof replaces the trial, which would refuse random numbers that a module draws from a
         # fixed key: equal for all seeds, but different for other batch sizes.
-        if evaluation is not None and self._prove(evaluation, state, batch, states).is_apart:
+        if evaluation is not None and self._prove(evaluation, state, batch, states).is_independent:
             evaluation = None
         axes = None, 0, None, None
         programs = _Programs(
@@ -343,10 +343,10 @@ class Division(NamedTuple):
             is_noisy=self.is_noisy,
             draws=proof.draws,
         )
-        mixed = try_rows(one, state, batch, all_rows=not proof.is_alike)
+        mixed = try_rows(one, state, batch, all_rows=not proof.is_same_program)
         changed = Difference()
         is_joint = proof.names_axis and axis is not None and self.n_parts == 1
-        if not proof.is_alike and not (is_joint or mixed):
+        if not proof.is_same_program and not (is_joint or mixed):
             mixed = try_parts(one, state, batch, self._part(batch))
         if not (is_joint or mixed):
             changed = halves()

@@ -22,7 +22,7 @@ class Interrupts(threading.local):
         self._handler: Handler = signal.default_int_handler
         self._replaced: list[Handler | None] = []
         self.is_held = False
-        """Whether to defer interrupts; whoever sets it must call `release` afterwards."""
+        """Whether to defer interrupts; code that sets it must call `release` afterwards."""
         self.is_pending = False
         """Whether an interrupt is deferred."""
 

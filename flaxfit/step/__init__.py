@@ -1,4 +1,4 @@
-"""The pure functions: a training step, its parts, and the validation of a first batch."""
+"""The pure functions of a step: training, evaluation, and the validation of a first batch."""
 
 from flaxfit.step import _metric_totals as metric_totals
 from flaxfit.step._companions import Task, states_of, taking_states, with_states

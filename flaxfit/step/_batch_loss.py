@@ -1,4 +1,4 @@
-"""The loss of a whole batch from the parts on its replicas, refused if no part determines it."""
+"""The loss of a batch that is divided among replicas, or an error if the parts do not suffice."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class LossResult(NamedTuple):
     values: Any = None
     """`(batch, ...)`, or a scalar; None if there is no loss."""
     weights: PyTree = None
-    """Weights of its own: an array beside the values, a mapping by output, or None."""
+    """The weights that the loss returned: an array, a mapping by output, or None."""
     penalty: PyTree = None
     """A scalar, or None."""
 
@@ -48,15 +48,15 @@ def loss_of(
     is_training: bool = False,
     rows_of: Callable[[], PyTree] | None = None,
 ) -> LossResult:
-    """The loss of the examples of this replica.
+    """Computes the loss of the examples of this replica.
 
-    The mean over parts of a batch is the loss of the batch only if each example has its own value.
-    Any other loss receives the outputs and targets of all replicas. `rows_of()` returns which
-    outputs have an axis of examples; without it, the size of the first axis decides.
+    The mean over parts equals the loss of the batch only if each example has its own value. Any
+    other loss receives the outputs and targets of all replicas. `rows_of()` returns a mask of the
+    outputs with an axis of examples; without it, the size of the first axis decides.
 
     Raises:
-      TypeError: the loss returned something other than an array, or a tuple of them.
-      ValueError: its shape is not that of a loss, or no replica sees all that it depends on.
+      TypeError: the loss returned neither an array nor a tuple of arrays.
+      ValueError: its shape is not that of a loss, or the loss needs rows that no replica sees.
     """
     n = n_examples(batch)
     result = _evaluate_loss(task, outputs, batch.targets, n)
@@ -69,17 +69,16 @@ def loss_of(
     by_output = isinstance(task.loss, LossByOutput)
     if isinstance(replicas, VirtualReplicas) or n_parts > 1 or by_output:
         raise ValueError(
-            f"Cannot compute this loss with {divided}: {reason}, and the mean over the parts of a "
-            "batch is not the loss of the batch. Return one value per example, which depends on "
-            f"that example alone: leave out the mean, and give masks as weights.{_way_out(task)} "
-            "With virtual_replicas there is no such way, and several such losses by output need "
+            f"Cannot compute this loss with {divided}: {reason}, so the mean over the parts of a "
+            "batch is not the loss of the batch. Return one value per example that depends on "
+            f"that example alone: leave out the mean, and pass masks as weights.{_way_out(task)} "
+            "With virtual_replicas such a loss cannot be computed, and losses by output need "
             "strategy=Sharded()."
         )
     weights = None if batch.weights is None else replicas.whole(batch.weights, n)
     targets = replicas.whole(batch.targets, n)
-    if (
-        is_training and task.across is None
-    ):  # In rows of weight 0, the targets that one device would put there.
+    if is_training and task.across is None:
+        # Replaced over the whole batch, as on one device: each replica would choose another row.
         targets = without_idle_rows(targets, weights)
     if sees_replicas(task.loss, outputs, batch.targets):
         own = jax.tree.map(lambda x: replicas.own(x, n), targets)
@@ -96,15 +95,14 @@ def _way_out(task: TrainTask | EvalTask) -> str:
     if task.across is not None:
         return ""
     return (
-        " Or set across='batch' in the task, which computes such a loss from the outputs of all "
-        "parts."
+        " Or set across='batch' in the task, which computes the loss from the outputs of all parts."
     )
 
 
 def losses_by_row(
     loss: Any, outputs: Outputs, targets: PyTree
 ) -> Iterator[tuple[str, Function, Outputs, Outputs]]:
-    """A loss, or each of several by output, with its arguments; none that is marked `by_row`."""
+    """Yields the losses that are not marked `by_row`, with their names and arguments."""
     if not isinstance(loss, LossByOutput):
         if not is_by_row(loss):
             yield "The loss", loss, outputs, targets
@@ -116,7 +114,7 @@ def losses_by_row(
 
 
 def metrics_by_row(task: TrainTask | EvalTask) -> Iterator[tuple[str, Function]]:
-    """The metrics that are means of values by example, but losses and those marked `by_row`."""
+    """Yields the metrics with one value per example, except losses and those marked `by_row`."""
     for name, metric in task.metrics.items():
         is_safe = is_by_row(metric.values) or is_loss_of_output(metric)
         if metric.values is not None and not is_safe:
@@ -131,7 +129,7 @@ def _why_whole(
     n_parts: int,
     replicas: AnyReplicas,
 ) -> str:
-    """Why the loss of a batch is not computed from its parts; "" if it is."""
+    """Returns why the loss of a batch cannot be computed from its parts; "" if it can."""
     if result.values.ndim == 0:
         return "it is a scalar"
     if result.penalty is not None:
@@ -143,21 +141,21 @@ def _why_whole(
 
 
 def is_tried(task: TrainTask | EvalTask, replicas: AnyReplicas, n_parts: int) -> bool:
-    """Whether the loss of a divided batch is checked to keep the examples apart.
+    """Whether the examples of a divided batch are checked to be independent in the loss.
 
-    Else it receives the outputs of all replicas where batches are not padded.
+    Otherwise, without padding, the loss receives the outputs of all replicas.
     """
-    is_apart = isinstance(replicas, VirtualReplicas) or n_parts > 1
-    return task.pad or is_apart or isinstance(task.loss, LossByOutput)
+    is_sequential = isinstance(replicas, VirtualReplicas) or n_parts > 1
+    return task.pad or is_sequential or isinstance(task.loss, LossByOutput)
 
 
 def sees_replicas(function: Function, outputs: Outputs, targets: PyTree) -> bool:
-    """Whether a loss or a metric combines the replicas by itself."""
+    """Whether a loss or a metric reduces over the replicas itself."""
     return names_axis(jax.make_jaxpr(function)(*outputs, *targets))
 
 
 def how_divided(replicas: AnyReplicas, n_parts: int) -> str:
-    """The option that divides a batch into parts; "" if it is computed as a whole."""
+    """Returns the option that divides a batch, for messages; "" if it is computed as a whole."""
     if n_parts > 1:
         return f"accumulate={n_parts}"
     if isinstance(replicas, VirtualReplicas):
@@ -168,7 +166,7 @@ def how_divided(replicas: AnyReplicas, n_parts: int) -> str:
 def _evaluate_loss(
     task: TrainTask | EvalTask, outputs: Outputs, targets: Outputs, n: int
 ) -> LossResult:
-    """Calls the loss of a task for `n` examples, and checks what it returns."""
+    """Calls the loss of a task for `n` examples, and checks its results."""
     loss, factor = task.loss, weight_of(task.loss, task.loss_weights)
     if loss is no_loss:
         return LossResult(jnp.zeros(n))
@@ -199,7 +197,7 @@ def _evaluate_loss(
 
 
 def _are_arrays(parts: tuple[PyTree, ...]) -> bool:
-    """Whether a loss returned arrays or numbers; of three, weights and a scalar penalty."""
+    """Whether a loss returned arrays or numbers; three are values, weights, scalar penalty."""
     is_array = [hasattr(part, "shape") or isinstance(part, int | float) for part in parts]
     is_optional = all(is_array[i] or part is None for i, part in enumerate(parts))
     is_order = len(parts) < 3 or (np.ndim(parts[1]) > 0 and not np.ndim(parts[2]))

@@ -8,28 +8,28 @@ from flaxfit.data._batch import Batch, n_examples
 from flaxfit.step._trial import Pass, try_halves, try_rows, with_other_rows
 from flaxfit.tree import Function, PyTree
 
-# Two sizes that no other dimension has: rows that are compared one by one must agree in number.
+# Two primes that no other dimension has: comparing rows one by one fails on different numbers.
 _NUMBERS = _N_OUTPUTS, _N_TARGETS = 10007, 10009
 _N_ROWS = 8
-"""The examples of a trial."""
+"""The number of examples in a trial."""
 
 
 def check_by_row(
     owner: str, function: Function, outputs: PyTree, targets: PyTree, advice: str = ""
 ) -> None:
-    """Checks that `function(*outputs, *targets)` does not take other numbers of either.
+    """Checks that `function(*outputs, *targets)` does not broadcast outputs against targets.
 
-    One that does broadcasts them against one another: outputs `(n, 1)` and targets `(n,)` make
-    `(n, n)` differences, whose mean only looks like a loss. An index beyond the rows is no error in
-    JAX, so that `outputs[jnp.arange(len(targets)), targets]` takes other numbers, too: whether it
-    combines rows is tried.
+    Outputs `(n, 1)` and targets `(n,)` make `(n, n)` differences, whose mean only looks like a
+    loss. A function that accepts different numbers of outputs and targets is suspect, and is tried
+    on values: JAX also accepts an index out of bounds, as in
+    `outputs[jnp.arange(len(targets)), targets]`.
 
     Args:
-      owner: what computes the values, for the message.
+      owner: the name of the loss or the metric, for the message.
       function: the loss or the metric.
       outputs: arrays, or their shapes and dtypes.
-      targets: arrays, of which a few rows are taken.
-      advice: what to add to the message.
+      targets: arrays, from which a few rows are taken.
+      advice: a sentence to append to the message.
 
     Raises:
       ValueError: it broadcasts.
@@ -38,7 +38,7 @@ def check_by_row(
         return
     try:
         combines_rows = _combines_rows(function, outputs, targets)
-    except Exception:  # It reads what the model has left, and cannot be called by itself.
+    except Exception:  # It may depend on the model, and not run on its own.
         return
     if combines_rows:
         shapes = [[leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (outputs, targets)]
@@ -50,9 +50,9 @@ def check_by_row(
 
 
 def check_sums(name: str, measure: Function, outputs: PyTree, targets: PyTree) -> None:
-    """Checks that the sums of a metric have the same shapes whatever the size of the batch.
+    """Checks that the shapes of a metric's sums do not depend on the batch size.
 
-    `measure(weights, *outputs, *targets)` is traced.
+    It traces `measure(weights, *outputs, *targets)`.
     """
 
     def shapes_for(n: int) -> PyTree:
@@ -62,14 +62,13 @@ def check_sums(name: str, measure: Function, outputs: PyTree, targets: PyTree) -
 
     try:
         small, large = map(shapes_for, _NUMBERS)
-    except Exception:  # It takes one batch size only.
+    except Exception:  # It accepts one batch size only.
         return
     if small != large:
         raise ValueError(
-            f"The metric {name!r} measures arrays whose shape depends on the size of the batch, "
-            "and these are added over batches and devices, element by element. Return sums, such "
-            "as counts by class or by bin. For a value of all outputs at once use a callback that "
-            "calls predict."
+            f"The metric {name!r} returns sums whose shape depends on the batch size, but sums are "
+            "added element by element over batches and devices. Return sums, such as counts by "
+            "class or by bin. For a value of all outputs at once use a callback that calls predict."
         )
 
 
@@ -77,13 +76,13 @@ def _takes_any_number(function: Function, outputs: PyTree, targets: PyTree) -> b
     outputs, targets = _resized(outputs, _N_OUTPUTS), _resized(targets, _N_TARGETS)
     try:
         jax.eval_shape(function, *outputs, *targets)
-    except Exception:  # It takes equal numbers only, as it should.
+    except Exception:  # It requires equal numbers, as it should.
         return False
     return True
 
 
 def _combines_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:
-    """Tries whether the value of a row, or a mean or sum of values, depends on other rows."""
+    """Tests whether the value of a row, or a mean or sum of values, depends on other rows."""
     draw = np.random.default_rng(0).uniform  # Between 0 and 1, as logits or probabilities.
     drawn = jax.tree.map(
         lambda x: draw(size=(_N_ROWS, *x.shape[1:])[: x.ndim]).astype(x.dtype), outputs
@@ -104,13 +103,13 @@ def _combines_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool
     other = jax.tree.map(lambda x: x + x.dtype.type(jnp.issubdtype(x.dtype, jnp.inexact)), other)
     both = (jax.tree.leaves(run((), batch._replace(targets=each), 0)) for each in (picked, other))
     if all(np.array_equal(a, b, equal_nan=True) for a, b in zip(*both, strict=True)):
-        return False  # It is of the outputs alone.
+        return False  # It ignores the targets.
     changed = try_halves(run, (), batch)
     return bool(try_rows(run, (), batch) or changed.rows or changed.penalty == "mean sum")
 
 
 def _resized(tree: PyTree, n: int) -> PyTree:
-    """The shapes and dtypes of a tree of arrays, with `n` rows; scalars have none."""
+    """Returns the shapes and dtypes of a tree with `n` rows in each array; scalars stay scalars."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]) if x.shape else (), x.dtype), tree
     )

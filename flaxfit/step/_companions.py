@@ -1,4 +1,4 @@
-"""The companions of a task in a program: arguments of it, and functions of an objective."""
+"""The companions of a task: arguments of a compiled program, and functions for an objective."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ from flaxfit.tree import ArrayLike, Function, PyTree
 
 Task = TypeVar("Task", bound=TrainTask | EvalTask)
 States = Mapping[str, InferenceState]
-"""The variables of companions by name, as states: strategies lay them out like parameters."""
+"""The variables of companions by name, as states: strategies shard them like parameters."""
 
 
 def states_of(task: TrainTask | EvalTask) -> dict[str, InferenceState]:
-    """The variables of the companions of a task."""
+    """Returns the variables of the companions of a task."""
     return {
         name: jax.tree.map(_as_array, InferenceState.create(each.variables))
         for name, each in task.companions.items()
@@ -26,7 +26,7 @@ def states_of(task: TrainTask | EvalTask) -> dict[str, InferenceState]:
 
 
 def with_states(task: Task, states: States) -> Task:
-    """A task whose companions have these variables, such as the arguments of a program."""
+    """Returns a task whose companions have these variables, such as traced arguments."""
     bound = copy.copy(task)  # `dataclasses.replace` would resolve all fields again.
     bound.__dict__["companions"] = {
         name: task.companions[name]._replace(variables=state.variables)
@@ -36,7 +36,7 @@ def with_states(task: Task, states: States) -> Task:
 
 
 def taking_states(task: Task, make: Callable[[Task], Function]) -> Function:
-    """Makes a function `(*arguments, states)` of `make(task)(*arguments)`."""
+    """Converts `make(task)(*arguments)` to a function `(*arguments, states)`."""
 
     def function(*arguments: PyTree) -> PyTree:
         *others, states = arguments
@@ -46,7 +46,7 @@ def taking_states(task: Task, make: Callable[[Task], Function]) -> Function:
 
 
 def functions_of(task: TrainTask | EvalTask) -> dict[str, Function]:
-    """The companions of a task as functions `(*inputs, **named) -> outputs`, by name."""
+    """Returns the companions of a task as functions `(*inputs, **named) -> outputs`, by name."""
     return {name: _bound(name, each, task.precision) for name, each in task.companions.items()}
 
 

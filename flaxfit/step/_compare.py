@@ -1,4 +1,4 @@
-"""The loss and the metrics of a task, of the outputs of its model: as sums."""
+"""Computes the sums of the loss and the metrics of a task from the outputs of its model."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -32,19 +32,19 @@ class ForwardPass(NamedTuple):
     """The results of one forward pass, on one replica."""
 
     values: PyTree
-    """The loss: per example `(batch, ...)`, or a scalar; None if there is none."""
+    """The loss: `(batch, ...)`, or a scalar; None if there is no loss."""
     sums: dict[str, Sums]
     """The sums of the loss and of the metrics."""
     outputs: tuple[PyTree, ...]
     weights: PyTree = None
-    """The weights that the loss returned with its values; None if it does not."""
+    """The weights that the loss returned with its values, or None."""
     penalty: PyTree = None
-    """The sum of the penalty of the loss and the model's `losses`; None if there is neither."""
+    """The penalty of the loss plus the model's `losses`; None if there is neither."""
     sown: PyTree = None
-    """The part of the penalty that the model has added."""
+    """The part of the penalty that the model added."""
     model_state: PyTree = ()
     not_added: Mapping[str, tuple[()]] = {}
-    """The collections whose values may be terms of the loss, and are not added to it."""
+    """The collections that may be meant as terms of the loss, but are not added to it."""
 
 
 def compare(
@@ -57,12 +57,12 @@ def compare(
     is_training: bool = False,
     rows_of: Callable[[], PyTree] | None = None,
 ) -> ForwardPass:
-    """Applies the loss and the metrics to the outputs of a model and the targets, in float32."""
+    """Applies the loss and the metrics to outputs and targets, in float32."""
     outputs = in_float32(as_outputs(outputs))
     batch = batch._replace(targets=in_float32(batch.targets))
     given, task = task, for_all_outputs(task, outputs, batch)
     weights = weights_of(batch, task.loss)
-    replaced = batch  # For the losses of outputs with weights; metrics see all targets.
+    replaced = batch  # For losses by output with weights; metrics see the original targets.
     if isinstance(weights, Mapping) and isinstance(task.loss, LossByOutput):
         replaced = task.loss.without_idle_targets(batch)
     result, sums = LossResult(), {}
@@ -81,7 +81,7 @@ def compare(
         result = result._replace(weights=valid_weights(result.weights))
         sums["loss"] = sums_of_loss(task.loss, result, weights, outputs, replaced)
         sums |= labels_out_of_range(task.loss, weights, outputs, batch.targets)
-    # No gradient of the metrics is asked for: where nothing is compiled, they see plain arrays.
+    # Metrics need no gradient; in an eager run, this gives them concrete arrays.
     measured = jax.lax.stop_gradient(outputs) if is_training else outputs
     for name, metric in task.metrics.items():
         output = metric.output if isinstance(metric, MetricOfOutput) else OTHER_OUTPUTS
@@ -91,20 +91,20 @@ def compare(
 
 
 def weights_of(batch: Batch, loss: Any = None) -> PyTree:
-    """The weights of a batch, of examples or tokens, or by output; 1 where it has none."""
+    """Returns the weights of a batch, by example, token or output; 1 by default."""
     if batch.weights is None:
         return jnp.ones(n_examples(batch))
-    # In the default dtype: with 64 bits enabled, their sum also has 64 bits.
+    # JAX's default float dtype: with 64 bits enabled, the sum of weights also has 64 bits.
     weights = jax.tree.map(lambda each: jnp.asarray(each, float), batch.weights)
     if isinstance(loss, LossByOutput) and not isinstance(weights, Mapping) and weights.ndim > 1:
-        return {OTHER_OUTPUTS: weights}  # The outputs may differ in the values for each weight.
+        return {OTHER_OUTPUTS: weights}  # Outputs may have different numbers of values per weight.
     if isinstance(weights, Mapping) and OTHER_OUTPUTS not in weights:
         return {OTHER_OUTPUTS: jnp.ones(n_examples(batch)), **weights}
     return weights
 
 
 def weight_sums(loss: Any, batch: Batch) -> PyTree:
-    """The weights that the sums of a loss are divided by: their sum, or that by output."""
+    """Returns the sum of the weights that a loss is divided by, or sums by output."""
     weights = weights_of(batch, loss)
     if isinstance(weights, Mapping):
         return {name: jnp.sum(of_output(weights, name)) for name in loss.losses}
@@ -114,9 +114,9 @@ def weight_sums(loss: Any, batch: Batch) -> PyTree:
 def sums_of_loss(
     loss: Any, result: LossResult, weights: PyTree, outputs: tuple[PyTree, ...], batch: Batch
 ) -> PyTree:
-    """The weighted sum of a loss over all its elements, and the weight of that sum.
+    """Returns the weighted sum of a loss over all elements, and the sum of their weights.
 
-    With weights by output, such a pair for each of them.
+    With weights by output, it returns one pair per output.
     """
     values, own = result.values, result.weights
     if isinstance(weights, Mapping) or isinstance(own, Mapping):
@@ -126,17 +126,17 @@ def sums_of_loss(
     if own is not None:
         weights = joined_weights(own, weights, values.shape, "The loss")
     w = beside(weights, values.shape, "The loss")
-    # Not merely a product: a row of weight 0 may hold a NaN.
+    # A product alone would not do: 0 * NaN is NaN, and a row of weight 0 may hold a NaN.
     total = jnp.sum(jnp.where(w != 0, values * w, 0))
     return total, jnp.sum(weights) * (values.size // weights.size)
 
 
 def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: jax.Array) -> Sums:
-    """The sums of a metric over a batch.
+    """Computes the sums of a metric over a batch.
 
     Raises:
-      TypeError: it takes another number of outputs and targets.
-      ValueError: the shapes do not fit, or it is of one output, and there are several.
+      TypeError: the metric takes another number of outputs and targets.
+      ValueError: the shapes do not fit, or a metric of one output was given several.
     """
     try:
         return metric.measure(*outputs, *targets, weights=weights)
@@ -150,8 +150,9 @@ def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: 
         if len(outputs) == 1 and isinstance(outputs[0], Mapping) and not is_of_output:
             names = [*outputs[0]]
             raise ValueError(
-                f"The metric {name!r} failed on the outputs {', '.join(map(repr, names))} in a "
-                f"mapping: {error}. Put the metrics of single outputs into lists by name: "
+                f"The metric {name!r} failed on a mapping of outputs, "
+                f"{', '.join(map(repr, names))}: {error}. List the metrics of single outputs by "
+                f"name: "
                 f"metrics={{{names[0]!r}: [{name!r}]}}."
             ) from error
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (outputs, targets)]
@@ -169,7 +170,7 @@ def _check_arguments(
 ) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Some callables have none.
+    except (TypeError, ValueError):  # Some callables have no signature.
         return
     try:
         signature.bind(*outputs, *targets, **options)

@@ -1,4 +1,4 @@
-"""The cost of a training step by XLA's own analysis: operations, and memory on a device."""
+"""The cost of a training step by XLA's analysis: operations, and memory per device."""
 
 import math
 from collections.abc import Iterator
@@ -17,15 +17,14 @@ class StepCost(NamedTuple):
     flops: float
     """The floating-point operations on all devices; see `TrainLoop.step_flops`."""
     recomputes: bool
-    """Whether some of them compute again what was not kept in memory (`jax.checkpoint`)."""
+    """Whether some operations recompute activations (`jax.checkpoint`)."""
 
 
 def cost_of(function: Function, *shapes: PyTree) -> StepCost:
-    """The floating-point operations of a function, without compiling or running it.
+    """Counts the floating-point operations of a function, without compiling or running it.
 
-    Counted is the program as it was written, before the compiler changes it. XLA counts the body
-    of a loop once; that of a `scan`, whose length is known, counts as often as it runs here. A
-    kernel that XLA cannot look into counts nothing.
+    It counts the program as traced, before optimization. XLA counts the body of a loop once; here
+    the body of a `scan` counts `length` times. Opaque kernels count nothing.
 
     >>> import jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
@@ -33,12 +32,13 @@ def cost_of(function: Function, *shapes: PyTree) -> StepCost:
     StepCost(flops=8192.0, recomputes=False)
     """
     program = jax.make_jaxpr(function)(*shapes)
-    # Of `jax.checkpoint`, whose backward pass begins with the forward pass.
+    # `jax.checkpoint` marks the forward pass that its backward pass repeats.
     recomputes = any(each.params.get("differentiated") for each in equations(program))
     return StepCost(_flops(program), recomputes)
 
 
 def _flops(program: Any) -> float:
+    # flops = once(program) + sum over outermost scans of length * flops(body) - once(body)
     return _counted_once(program) + sum(
         scan.params["length"] * _flops(scan.params["jaxpr"]) - _counted_once(scan.params["jaxpr"])
         for scan in _scans(program)
@@ -52,7 +52,7 @@ def _counted_once(program: Any) -> float:
 
 
 def _scans(program: Any) -> Iterator[Any]:
-    """The scans of a program, those inside of other scans left out."""
+    """Yields the outermost scans of a program."""
     for equation in program.eqns:
         if equation.primitive.name == "scan":
             yield equation
@@ -62,10 +62,10 @@ def _scans(program: Any) -> Iterator[Any]:
 
 
 def memory_of(compiled: Any) -> int:
-    """The bytes that a compiled program needs on each device: arguments, results, temporaries.
+    """Returns the bytes per device of a compiled program: arguments, results, temporaries.
 
     Raises:
-      ValueError: this backend does not report it.
+      ValueError: the backend does not report it.
     """
     analysis = compiled.memory_analysis() if hasattr(compiled, "memory_analysis") else None
     if analysis is None:

@@ -12,10 +12,10 @@ from flaxfit.tree import Function, PyTree, Sums
 def make_own_step(
     step: Function, metrics: Container[str]
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Sums]]]:
-    """Makes the update of a user's step: `(state, batch) -> (state, sums)`.
+    """Wraps a user's step as `(state, batch) -> (state, sums)`.
 
-    The step is counted, whether the user's function counts it or not. A plain number among the
-    sums that belongs to none of the metrics counts once for each step.
+    It increments the step counter, whether or not the user's function does. A plain number that
+    belongs to no metric becomes a sum of weight 1: its mean over the steps is reported.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Sums]]:

@@ -1,4 +1,4 @@
-"""The batch of a step on all replicas: its weight, its gradient, and its loss as a function."""
+"""DividedBatch: the weight, the loss and the gradient of a batch that replicas divide."""
 
 import dataclasses
 import functools
@@ -30,17 +30,17 @@ from flaxfit.tree import ArrayLike, Params, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class DividedBatch:
-    """A batch that is divided among replicas, each with the same random key at each call."""
+    """A batch divided among replicas; each replica uses the same random key in every method."""
 
     task: TrainTask
     batch: Batch
     replicas: AnyReplicas
     may_be_idle: bool
-    """Whether rows of weight 0 may hold targets that a loss must not see."""
+    """Whether there may be rows of weight 0, whose targets a loss must not see."""
     loss_has_weights: bool
 
     def weights(self, state: TrainState) -> PyTree:
-        """The weight of the batch, or that by output."""
+        """Returns the sum of the weights of the batch, or sums by output."""
 
         def weight_of(replica: ArrayLike, part: Batch) -> PyTree:
             if not self.loss_has_weights:
@@ -53,7 +53,7 @@ class DividedBatch:
 
     @property
     def n_examples(self) -> jax.Array:
-        """The number of examples of the whole batch, on all replicas together."""
+        """The number of examples over all replicas."""
 
         def count(replica: ArrayLike, part: Batch) -> jax.Array:
             return jnp.asarray(n_examples(part), jnp.float32)
@@ -61,10 +61,10 @@ class DividedBatch:
         return self.replicas.sum(self.replicas.each(count)(self.batch))
 
     def gradient(self, state: TrainState, weights: PyTree) -> Gradient:
-        """The gradient and what comes with it, of each replica: to be reduced."""
+        """Computes the `Gradient` of each replica, before reduction."""
         gradient_of_parts = whole_batch_gradient if self._sees_all_parts else accumulated_gradient
-        # Divided by the weight of the whole batch, times the number of replicas: the mean over the
-        # replicas is then the mean over the examples.
+        # mean_r(sum_r / (W / n)) = sum / W: dividing by W / n on each of n replicas makes their
+        # mean the weighted mean over the examples, however the weights are spread.
         weight = jax.tree.map(lambda total: total / self.replicas.n, weights)
 
         def gradient_of(replica: ArrayLike, part: Batch) -> Gradient:
@@ -77,7 +77,7 @@ class DividedBatch:
         return self.replicas.each(gradient_of)(self.batch)
 
     def loss(self, state: TrainState) -> jax.Array:
-        """The mean loss with the penalty, as it is trained."""
+        """Computes the mean loss plus the penalty, as trained."""
         if self._sees_all_parts:
             return self._of_gradient(self.gradient(state, self.weights(state)))
 
@@ -99,22 +99,22 @@ class DividedBatch:
         return self.task.accumulate > 1 and self.task.across == "batch"
 
     def _of_gradient(self, found: Gradient) -> jax.Array:
-        """The loss whose gradient was found."""
+        """Returns the loss that belongs to a gradient."""
         return mean_of_sums(self.replicas.sum(found.sums["loss"]), self.mean(found.penalty))
 
     def mean(self, penalty: jax.Array | None) -> jax.Array | None:
-        """The mean of the penalty over the replicas; None if there is none."""
+        """Returns the mean of the penalty over the replicas; None without a penalty."""
         return None if penalty is None else self.replicas.mean(penalty)
 
     def loss_function(self, state: TrainState) -> Callable[[Params], jax.Array]:
-        """The loss as a function of the trained parameters, or of a selection of them.
+        """Returns the loss as a function of the trained parameters, or of some of them.
 
-        Its gradient is computed as that of a step is, to the bit: part by part, then averaged. It
-        can be differentiated once more in forward mode.
+        Its gradient equals that of a step to the bit: computed part by part, then averaged. It can
+        be differentiated once more in forward mode.
         """
 
         trained = mask(state.params, self.task.freeze)
-        # An optimizer calls it in loops and branches, where plain arrays cannot be indexed.
+        # Optimizers call it inside of loops and branches, where a tracer cannot index NumPy arrays.
         traceable = dataclasses.replace(self, batch=jax.tree.map(jnp.asarray, self.batch))
 
         def at(trained: Params) -> TrainState:
@@ -136,7 +136,7 @@ class DividedBatch:
 
 
 def mean_of_sums(sums: PyTree, penalty: jax.Array | None) -> jax.Array:
-    """The loss that is trained: the mean of its sums, or their sum by output, and the penalty."""
+    """Returns the trained loss: sum / weight, added over outputs, plus the penalty."""
     pairs = list(sums.values()) if isinstance(sums, Mapping) else [sums]
     means = [total / jnp.where(weight > 0, weight, 1) for total, weight in pairs]
     terms = means if penalty is None else [*means, penalty]

@@ -1,4 +1,4 @@
-"""Explains JAX's errors in terms of a training run; JAX's own error stays as the cause."""
+"""Explains JAX's errors in terms of a training run; the original error stays as the cause."""
 
 import contextlib
 import functools
@@ -47,7 +47,7 @@ _OTHER_ARGUMENTS = "positional argument|unexpected keyword argument"
 _NO_SWITCH = 'Parameter "(deterministic|use_running_average)" must be passed'
 _SWITCH = (
     "A layer of the model needs {0}=, because it behaves differently in training and evaluation. "
-    "Give the call an argument `train` and pass {0}=not train to the layer; flaxfit sets `train`."
+    "Add an argument `train` to the call and pass {0}=not train to the layer; flaxfit sets `train`."
 )
 
 _OUT_OF_MEMORY = """\
@@ -58,13 +58,12 @@ parameters and optimizer state. To save memory:
   precision='bfloat16'
   rematerialization of the large layers: nn.remat(Layer), nnx.remat, jax.checkpoint
   strategy=Sharded.fsdp(): parameters and optimizer state divided between the devices
-On a GPU, JAX takes three quarters of the memory; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets it \
-have more."""
+On a GPU, JAX uses three quarters of the memory; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 raises that."""
 
 
 @contextlib.contextmanager
 def tracers_explained() -> Iterator[None]:
-    """Explains errors of a model, a loss or a metric that needs the value of a tracer."""
+    """Explains errors of user code that needs the concrete value of a tracer."""
     try:
         yield
     except TypeError as error:
@@ -76,15 +75,15 @@ def tracers_explained() -> Iterator[None]:
 
 @contextlib.contextmanager
 def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
-    """Explains what a model, a loss and metrics are called with, when one of them raises.
+    """Explains errors of a model, a loss or a metric by the arguments of their calls.
 
     `inputs` and `targets` are those of a batch, or their shapes and dtypes.
 
     Raises:
-      ValueError: the parameters of the model do not fit the shape of the inputs, or a layer is not
-        told whether it is trained.
-      TypeError: a function was called with the wrong arguments. Any other error of the
-        user's code gets a note of the shapes.
+      ValueError: the parameters do not fit the shape of the inputs, or a layer lacks its train/eval
+        flag.
+      TypeError: a function was called with the wrong arguments. Any other error of user code gets a
+        note with the shapes.
     """
     try:
         yield
@@ -93,7 +92,7 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
             f"The model cannot take inputs of {_shapes(inputs)}: its parameters expect other "
             "shapes. Pass inputs of the original shape, or create a new model. "
             + (
-                "Of one example make a batch, x[None]. "
+                "To pass a single example, make a batch of it: x[None]. "
                 if any(x.ndim == 1 for x in jax.tree.leaves(inputs))
                 else ""
             )
@@ -103,8 +102,8 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
         if (field := re.match(_NO_SWITCH, str(error))) is not None:
             raise ValueError(_SWITCH.format(field[1])) from error
         called = (
-            f"The model is called with the inputs, of {_shapes(inputs)} (a tuple is several, and "
-            "so is a list of arrays)"
+            f"The model is called with the inputs, of {_shapes(inputs)} (a tuple or a list of "
+            "arrays holds several inputs)"
         )
         if isinstance(inputs, Mapping):
             called = (
@@ -118,7 +117,8 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
         is_call = isinstance(error, TypeError) and re.search(_OTHER_ARGUMENTS, str(error))
         if is_call and error.__cause__ is None:
             raise TypeError(
-                f"The model, the loss or a metric got the wrong arguments: {error}. {called}."
+                f"The model, the loss or a metric was called with the wrong arguments: {error}. "
+                f"{called}."
             ) from error
         if not _is_from_flaxfit(error) and not _is_of_a_name(error):
             error.add_note(f"{called}.")
@@ -126,14 +126,14 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
 
 
 def _is_of_a_name(error: Exception) -> bool:
-    """Whether a name is missing that no argument could have: the shapes have no part in it."""
-    given = getattr(error, "obj", None)  # None: not said, as by a tracer.
+    """Whether a name is missing for reasons that have nothing to do with the arguments."""
+    given = getattr(error, "obj", None)  # None: unknown, as in errors of tracers.
     is_other = not hasattr(given, "shape") and not isinstance(given, Mapping | Sequence)
     return isinstance(error, NameError) or (given is not None and is_other)
 
 
 def explained(method: Function) -> Function:
-    """Wraps a method of a stepper to explain errors of tracing and of memory."""
+    """Wraps a method of a stepper to explain tracing and memory errors."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any) -> Any:
@@ -147,11 +147,12 @@ def explained(method: Function) -> Function:
 
 
 def explain(error: Exception, stepper: Any) -> None:
-    """Raises an error that explains another one, if there is an explanation.
+    """Raises an explanation of an error, if there is one.
 
     Raises:
-      TypeError: a traced value was kept, or its value was read.
-      MemoryError: the devices ran out of memory; lists what saves memory.
+      TypeError: user code kept a tracer, or read its value.
+      MemoryError: the devices ran out of memory; lists ways to save memory.
+      RuntimeError: the step used a deleted array.
     """
     explain_debugging(error)
     if isinstance(error, TypeError):
@@ -172,7 +173,7 @@ def explain(error: Exception, stepper: Any) -> None:
 
 
 def _advice_on_values(stepper: Any) -> str:
-    """Advice for a step that needs the value of a traced array."""
+    """Returns advice for a step that needs the value of a tracer."""
     if not stepper.strategy.runs_eagerly:
         return _TRACED
     return _IN_THE_GRADIENT if stepper.task.example_grads_hook is None else _OF_AN_EXAMPLE
@@ -181,7 +182,7 @@ def _advice_on_values(stepper: Any) -> str:
 def _of_tracers(error: TypeError, advice: str) -> str | None:
     """Explains a tracing error; None for other errors."""
     who = f"The model, the loss or a metric{_place(error)}"
-    # The latter is raised if JAX treats the kept array as a constant.
+    # If JAX has made a constant of the kept tracer, the compiled call complains of its inputs.
     if isinstance(error, jax.errors.UnexpectedTracerError) or re.match(
         r"Computation compiled for \d+ inputs but called with", str(error)
     ):
@@ -202,7 +203,7 @@ def _shapes(tree: PyTree) -> str:
 
 
 def _advice(stepper: Any) -> str:
-    shapes = stepper.feed.shapes  # None before the first batch is there.
+    shapes = stepper.feed.shapes  # None before the first batch.
     n = 0 if shapes is None else n_examples(shapes)
     state = jax.tree.leaves((stepper.state.params, stepper.state.opt_state))
     n_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in state)
@@ -216,13 +217,13 @@ def _advice(stepper: Any) -> str:
 
 
 def _is_from_flaxfit(error: BaseException) -> bool:
-    """Whether flaxfit itself raised an error, which then explains itself."""
+    """Whether flaxfit itself raised an error, which then needs no note."""
     *_, last = None, *traceback.walk_tb(error.__traceback__)
     return last is None or Path(last[0].f_code.co_filename).is_relative_to(_PACKAGE)
 
 
 def _place(error: BaseException) -> str:
-    """Where in the user's own code an error was raised: outside of installed packages."""
+    """Returns the innermost line of user code that raised an error, outside of packages."""
     library = sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]
     own = str(_PACKAGE)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -1,4 +1,4 @@
-"""The pure steps without a gradient: measuring and predicting."""
+"""The pure steps without a gradient: evaluation and prediction."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,10 +14,10 @@ from flaxfit.tree import ArrayLike, Function, PyTree, Sums
 def make_eval_step(
     task: EvalTask, *, axis_name: str | None = None, virtual_replicas: int | None = None
 ) -> Callable[..., dict[str, Sums]]:
-    """Makes the pure measurement of one batch: `(state, batch, position=0) -> sums`.
+    """Makes the pure evaluation step: `(state, batch, position=0) -> sums`.
 
-    Where the task has `rngs`, their keys depend on the position of the batch in the data. A
-    metric that collects rows returns those of the batch instead of sums.
+    With `rngs`, the keys depend on the position of the batch in the data. A collected metric
+    returns its rows of the batch instead of sums.
 
     >>> import numpy as np
     >>> from flaxfit import Batch, EvalTask, InferenceState
@@ -30,7 +30,7 @@ def make_eval_step(
 
     Args:
       task: an `EvalTask`.
-      axis_name: the mapped axis to reduce over, where the step runs once per replica.
+      axis_name: the mapped axis to reduce over, if the step runs once per replica.
       virtual_replicas: as in `make_train_step`.
     """
 
@@ -59,7 +59,7 @@ def make_predict_step(
     axis_name: str | None = None,
     virtual_replicas: int | None = None,
 ) -> Function:
-    """Makes the pure forward pass of one batch: `(state, batch, position=0) -> outputs`.
+    """Makes the pure prediction step: `(state, batch, position=0) -> outputs`.
 
     >>> import numpy as np
     >>> from flaxfit import Batch, InferenceState
@@ -71,8 +71,8 @@ def make_predict_step(
       apply: `apply(variables, *inputs)`, such as the `apply` of a module in evaluation mode.
       precision: the dtype to compute in, as in `TrainTask`.
       rngs: the random streams to supply, as in `EvalTask`.
-      axis_name: the mapped axis, where the step runs once per replica; it matters to `rngs` alone.
-      virtual_replicas: as in `make_train_step`; they matter only for `rngs`.
+      axis_name: the mapped axis, if the step runs once per replica; only `rngs` depend on it.
+      virtual_replicas: as in `make_train_step`; only `rngs` depend on it.
     """
     apply = in_precision(apply, precision)
 
@@ -95,7 +95,7 @@ def make_predict_step(
 
 
 def evaluated(state: PyTree, rngs: Sequence[str], owner: str) -> PyTree:
-    """The part of a state that evaluation needs, with the random key if there are streams.
+    """Returns the part of a state that evaluation needs, with the random key if there are streams.
 
     Raises:
       ValueError: there are streams, and the state has no key.

@@ -33,7 +33,7 @@ def forward(
     key: jax.Array,
     replicas: AnyReplicas = _ALONE,
 ) -> ForwardPass:
-    """Applies the model in training, and the loss and the metrics to its outputs."""
+    """Applies the model in training mode, then the loss and the metrics to its outputs."""
     if task.objective is not None:
         return objective_pass(task, state, batch, key)
     n_parts = task.accumulate if task.across is None else 1
@@ -61,7 +61,7 @@ def forward(
 
 
 def returns_weights(task: TrainTask, state: TrainState, batch: Batch) -> bool:
-    """Whether the loss or the objective of a task returns weights with its values."""
+    """Whether the loss or the objective returns weights with its values; traces it."""
 
     def weights(state: TrainState, batch: Batch) -> PyTree:
         return forward(task, state, batch, state.key).weights
@@ -76,7 +76,7 @@ def forward_eval(
     key: jax.Array | None,
     replicas: AnyReplicas = _ALONE,
 ) -> ForwardPass:
-    """Applies the model in evaluation, and the loss and the metrics to its outputs."""
+    """Applies the model in evaluation mode, then the loss and the metrics to its outputs."""
     options = {} if key is None else {"rngs": rngs_of(task.rngs, key)}
     apply = in_precision(task.apply, task.precision)
     if task.objective is not None:
@@ -108,7 +108,7 @@ def forward_eval(
 
 
 def _adds_losses(task: EvalTask) -> bool:
-    """Whether a model may be asked for the losses that it adds."""
+    """Whether to request the model's own losses, through `mutable`."""
     if handle_of(task.apply) is not None:
         return True
     taken = parameters(task.apply)

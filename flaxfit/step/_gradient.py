@@ -1,4 +1,4 @@
-"""The gradient of the loss on one replica, of a whole batch or of parts one after the other."""
+"""The gradient of the loss on one replica: of its whole batch, or accumulated over parts."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -19,15 +19,15 @@ from flaxfit.tree import Function, Params, PyTree, Sums, flat
 
 
 class Gradient(NamedTuple):
-    """The gradient of the mean loss, and the other results of the forward pass."""
+    """The gradient of the mean loss, and further results of the forward pass."""
 
     grads: Params
-    """Of the trained parameters; frozen ones are left out."""
+    """The gradient with respect to the trained parameters; frozen ones are masked out."""
     sums: dict[str, Sums]
     penalty: jax.Array | None
     model_state: PyTree
     scale: PyTree
-    """The next `DynamicScale` of the loss; `()` where the loss is not scaled."""
+    """The next `DynamicScale` of the loss; `()` without loss scaling."""
 
 
 def gradient(
@@ -39,9 +39,10 @@ def gradient(
     replicas: AnyReplicas,
     n_parts: int = 1,
 ) -> Gradient:
-    """Differentiates the weighted loss of one part of a batch, divided by `weight`.
+    """Differentiates the loss of one part of a batch, `sum(w * loss) / weight + penalty / n_parts`.
 
-    `weight` is that of the whole batch, or by output, divided by the number of replicas.
+    `weight` is the sum of weights of the whole batch, or sums by output, divided by the number of
+    replicas.
     """
     if task.example_grads_hook is not None:
         return _gradient_by_example(task.example_grads_hook, task, state, batch, key, weight)
@@ -66,7 +67,7 @@ def _gradient_by_example(
     key: jax.Array,
     weight: PyTree,
 ) -> Gradient:
-    """Adds up what a hook makes of the gradient of each example.
+    """Sums the gradients of single examples, each after a hook.
 
     Example i has the random key `fold_in(key, i)`.
     """
@@ -89,10 +90,10 @@ def _gradient_by_example(
             return mean_loss(result, alone, own), (result, own)
 
         grads, (result, own) = jax.grad(loss, has_aux=True)(trained)
-        share = own / jnp.where(weight > 0, weight, 1)
-        # Not merely a product: a hook may divide by the norm of a gradient that is zero.
+        factor = own / jnp.where(weight > 0, weight, 1)
+        # A product alone would not do: a hook that divides by a zero norm returns NaN.
         grads = jax.tree.map(
-            lambda g: jnp.where(own > 0, share * g, 0).astype(g.dtype),
+            lambda g: jnp.where(own > 0, factor * g, 0).astype(g.dtype),
             hooked("example_grads_hook", hook, grads),
         )
         return Gradient(grads, result.sums, None, result.model_state, ())
@@ -105,44 +106,43 @@ def _gradient_by_example(
 
 
 def _check_alone(result: ForwardPass, model_state: PyTree) -> None:
-    """Checks that the gradient of an example is that of its value alone."""
+    """Checks that the gradient of an example depends on no other example."""
     if result.values.ndim == 0 or result.penalty is not None:
         what = "is one number" if result.values.ndim == 0 else "has a penalty"
         raise ValueError(
-            f"example_grads_hook needs a loss with one value per example, and the loss {what} for "
+            f"example_grads_hook needs a loss with one value per example, but the loss {what} for "
             "the whole batch: return values of shape (batch,), and add penalties in grads_hook."
         )
     before, after = flat(model_state), flat(result.model_state)
     changed = [
         path
         for path, leaf in after.items()
-        # What counts the numbers that NNX has drawn is the same for all examples.
+        # NNX counts drawn random numbers in uint32 variables, which are equal for all examples.
         if leaf is not before.get(path) and leaf.dtype != jnp.uint32
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     ]
     if changed:
         raise ValueError(
-            f"The model changes {', '.join(changed[:3])} in training, as statistics of a batch, "
-            "and example_grads_hook is given the gradient of each example alone: use layers "
-            "without such statistics, such as LayerNorm or GroupNorm, or keep them fixed "
-            "(mutable=())."
+            f"The model updates {', '.join(changed[:3])} in training, as statistics of a batch, "
+            "but example_grads_hook computes each example alone: use layers without batch "
+            "statistics, such as LayerNorm or GroupNorm, or keep the statistics fixed (mutable=())."
         )
 
 
 def hooked(name: str, hook: Function, grads: Params, *more: PyTree) -> Params:
-    """The gradients that a hook returns, in the dtypes of those that it was given."""
+    """Calls a hook; returns its gradients, cast to the dtypes of the given ones."""
     found = jax.tree.map(jnp.asarray, hook(grads, *more))
     shapes, expected = (jax.tree.map(jnp.shape, tree) for tree in (found, grads))
     if jax.tree.structure(found) != jax.tree.structure(grads) or shapes != expected:
         raise ValueError(
-            f"{name} must return gradients of the structure and the shapes of those that it is "
-            f"given, {expected!r:.300}; it returned {shapes!r:.300}."
+            f"{name} must return gradients with the structure and the shapes of its argument, "
+            f"{expected!r:.300}; it returned {shapes!r:.300}."
         )
     return like(found, grads)
 
 
 def trained_params(task: TrainTask, state: TrainState) -> tuple[Params, PyTree]:
-    """The parameters that are trained, and the `DynamicScale` of the loss or `()`."""
+    """Returns the trained parameters, and the `DynamicScale` of the loss or `()`."""
     scale: PyTree = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
     trained = mask(state.params, task.freeze)
     _check_trainable(trained)
@@ -150,10 +150,10 @@ def trained_params(task: TrainTask, state: TrainState) -> tuple[Params, PyTree]:
 
 
 def grad_of(objective: Function, scale: PyTree) -> Function:
-    """The gradient of `objective(params) -> (value, (result, scale))`, with the next scale.
+    """Converts `params -> (value, (result, scale))` to `params -> (gradient, (result, scale))`.
 
-    Returns `params -> (gradient, (result, scale))`. With a `DynamicScale` the value is scaled, so
-    that small gradients do not vanish in 16 bits.
+    A `DynamicScale` scales the value, so that small gradients do not underflow in 16 bits; the
+    returned scale is the next one.
     """
     if scale == ():
         return jax.grad(objective, has_aux=True)
@@ -167,7 +167,7 @@ def grad_of(objective: Function, scale: PyTree) -> Function:
 
 
 def mean_loss(result: ForwardPass, batch: Batch, weight: PyTree, n_parts: int = 1) -> jax.Array:
-    """The loss of one of `n_parts` parts of a batch, divided by the weight of the whole batch."""
+    """Returns the loss of one of `n_parts` parts, divided by the weight of the whole batch."""
     if result.values.ndim == 0:
         return result.values / n_parts
     loss = result.sums["loss"]
@@ -187,10 +187,10 @@ def accumulated_gradient(
     replicas: AnyReplicas,
     n: int,
 ) -> Gradient:
-    """Adds up the gradients of `n` parts of a batch, computed one after the other.
+    """Sums the gradients of `n` parts of a batch, computed one after the other.
 
-    Only the activations of one part are in memory. Part i has the random key `fold_in(key, i)`,
-    and the model state that the part before it returned.
+    Only the activations of one part are in memory. Part i has the random key `fold_in(key, i)`, and
+    starts from the model state of part i - 1.
     """
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
@@ -201,7 +201,7 @@ def accumulated_gradient(
     parts = in_parts(batch, n)
     model_state, total, scales = over_parts(of_part, state.model_state, parts, key)
     grads, sums, penalty = total
-    # Every part began with the same scale; one that overflowed has lowered it.
+    # All parts start from the same scale; a part that overflows lowers it.
     scale = jax.tree.map(lambda x: x.min(0), scales)
     return Gradient(grads, sums, None if penalty is None else penalty / n, model_state, scale)
 
@@ -209,10 +209,10 @@ def accumulated_gradient(
 def weight_of_loss(
     task: TrainTask, state: TrainState, batch: Batch, key: jax.Array, replicas: AnyReplicas
 ) -> PyTree:
-    """The sum of the weights that the loss returns, or that by output, times those of the batch.
+    """Returns the sum of loss weights times batch weights, or sums by output.
 
-    The gradient is divided by it, so it is found first, by a forward pass of which the compiler
-    removes all that the weights do not depend on.
+    The gradient is divided by it, so it needs a forward pass of its own; the compiler removes all
+    operations of this pass that the weights do not depend on.
     """
     return _forward_sums(
         lambda result, n_parts: sums_of_weights(result), task, state, batch, key, replicas
@@ -222,7 +222,7 @@ def weight_of_loss(
 def loss_sums(
     task: TrainTask, state: TrainState, batch: Batch, key: jax.Array, replicas: AnyReplicas
 ) -> tuple[PyTree, jax.Array | None]:
-    """The sums of the loss, and the penalty: those of `gradient`, by a forward pass alone."""
+    """Returns the sums of the loss and the penalty, as in `gradient`, by a forward pass alone."""
 
     def loss_of(result: ForwardPass, n_parts: int) -> tuple[PyTree, jax.Array | None]:
         penalty = None if result.penalty is None else result.penalty / n_parts
@@ -239,7 +239,7 @@ def _forward_sums(
     key: jax.Array,
     replicas: AnyReplicas,
 ) -> PyTree:
-    """Adds up what `added(result, n_parts)` takes of the forward pass of each part of a batch."""
+    """Sums `added(forward pass, n_parts)` over the parts of a batch."""
     n = count_parts(n_examples(batch), task.accumulate)
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
@@ -253,7 +253,7 @@ def _forward_sums(
 
 
 def sums_of_weights(result: ForwardPass) -> PyTree:
-    """The weight that the sum of a loss has, or that by output."""
+    """Returns the weight of the sum of a loss, or weights by output."""
     loss = result.sums["loss"]
     is_by_output = isinstance(loss, Mapping)
     return {name: each[1] for name, each in loss.items()} if is_by_output else loss[1]
@@ -267,10 +267,10 @@ def in_parts(batch: PyTree, n: int) -> PyTree:
 def over_parts(
     of_part: Function, model_state: PyTree, parts: PyTree, key: jax.Array
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Calls `of_part(model_state, part, key) -> (model_state, added, listed)` on each part.
+    """Scans `of_part(model_state, part, key) -> (model_state, added, listed)` over parts.
 
-    Returns the last model state, the sum of what is added, and what is listed, stacked. Every part
-    begins with the same parameters, and what the parts write to these is averaged.
+    Returns the last model state, the sum of `added`, and `listed` stacked. All parts start from the
+    same parameters; values that parts write to parameters are averaged.
     """
 
     def of_one(model_state: PyTree, part: PyTree, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
@@ -280,7 +280,8 @@ def over_parts(
 
     n = len(jax.tree.leaves(parts)[0])
     zeros: PyTree = None
-    if not jax.config.jax_disable_jit:  # There the scan is a loop of Python: nothing is traced.
+    # A traced scan needs an initial carry of the final structure; an eager one is a Python loop.
+    if not jax.config.jax_disable_jit:
         first = jax.tree.map(lambda x: x[0], parts)
         _, added, _ = jax.eval_shape(of_one, model_state, first, key)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
@@ -301,7 +302,7 @@ def over_parts(
 
 
 def count_parts(n: int, wanted: int) -> int:
-    """The largest number of equal parts of `n` examples, up to the wanted one."""
+    """Returns the largest divisor of `n` that is at most `wanted`."""
     return next(parts for parts in range(min(wanted, n), 0, -1) if n % parts == 0)
 
 

@@ -1,4 +1,4 @@
-"""Probable mistakes that the shapes and the values of a first batch show: hints and an error."""
+"""Detects probable mistakes in the shapes and values of a first batch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,21 +21,21 @@ _CLASSIFICATIONS = ("accuracy", "binary_accuracy", "precision", "recall", "f1", 
 
 
 def hints_of(params: Params, batch: Batch, data: Batch, *, convolves: bool) -> Iterator[str]:
-    """Describes probable mistakes; indices are those of all data, or of the batch again."""
+    """Yields descriptions of probable mistakes; indices are checked in all data."""
     yield from _of_indices(params, data.inputs)
     yield from _of_images(params, batch.inputs) if convolves else ()
     yield from _of_scales(batch.inputs)
 
 
 def _of_indices(params: Params, inputs: PyTree) -> Iterator[str]:
-    """Whether an index has no row in any embedding of a model."""
+    """Yields inputs with indices outside of the largest embedding."""
     tables = [x for path, x in flat(params).items() if path.split("/")[-1] == "embedding"]
     n_rows = max((x.shape[-2] for x in tables if x.ndim > 1), default=0)
     for path, lowest, highest in _ranges(inputs, jnp.integer) if n_rows else ():
         if lowest < 0 or highest >= n_rows:
             advice = f"returns NaN for other indices. Give it {highest + 1:,} rows, or map"
             if -n_rows <= lowest and highest < n_rows:
-                advice = "counts those below 0 from its end. Give what is missing its own row: map"
+                advice = "counts those below 0 from its end. Give missing values a row: map"
             yield (
                 f"the indices in input {path!r} go from {lowest:,} to {highest:,}, but the largest "
                 f"embedding of the model has {n_rows:,} rows and, unless the model maps them, "
@@ -44,9 +44,9 @@ def _of_indices(params: Params, inputs: PyTree) -> Iterator[str]:
 
 
 def _of_images(params: Params, inputs: PyTree) -> Iterator[str]:
-    """Whether a convolution takes the last axis of a batch of images for the channels."""
+    """Yields batches of images whose last axis a convolution takes for channels."""
     n_channels = {x.shape[2] for x in jax.tree.leaves(params) if x.ndim == 4}
-    # With few channels anywhere, the model may add their axis itself.
+    # A model whose convolutions take few channels may add the channel axis itself.
     is_added = min(n_channels, default=0) <= _MOST_CHANNELS
     for x in () if is_added else jax.tree.leaves(inputs):
         if x.ndim == 3 and x.shape[0] > 1 and x.shape[2] in n_channels:
@@ -57,7 +57,7 @@ def _of_images(params: Params, inputs: PyTree) -> Iterator[str]:
 
 
 def _of_scales(inputs: PyTree) -> Iterator[str]:
-    """Whether inputs are far larger than models train well on."""
+    """Yields inputs with values above 1000."""
     for path, lowest, highest in _ranges(inputs, jnp.inexact):
         if _LARGE < (largest := max(abs(float(highest)), abs(float(lowest)))) < np.inf:
             yield (
@@ -67,7 +67,7 @@ def _of_scales(inputs: PyTree) -> Iterator[str]:
 
 
 def _ranges(inputs: PyTree, kind: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The path, lowest and highest value of each array of a kind; not of bytes, as in images."""
+    """Yields path, minimum and maximum of arrays of a dtype kind; uint8 (images) is skipped."""
     for path, x in flat(inputs).items():
         is_here = isinstance(x, np.ndarray) or getattr(x, "is_fully_addressable", False)
         if is_here and x.size and jnp.issubdtype(x.dtype, kind) and x.dtype != np.uint8:
@@ -75,15 +75,15 @@ def _ranges(inputs: PyTree, kind: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def check_classes(task: TrainTask | EvalTask, batch: Batch) -> None:
-    """Checks that no metric takes the targets of a regression for the labels of two classes.
+    """Checks that no classification metric is used with the targets of a regression.
 
-    Shares between 0 and 1 may be soft labels, but not where the loss is one of regression.
+    Fractional targets may be soft labels, but not with a regression loss.
     """
     found = [n for n, m in task.metrics.items() if m.configure and m.name in _CLASSIFICATIONS]
     targets = jax.tree.leaves(batch.targets)
     if not found or len(targets) != 1 or not any(task.loss is each for each in _REGRESSIONS):
         return
-    # NaN, which an example of weight 0 may have, is no more than 0.
+    # NaN, allowed in examples of weight 0, compares as False below.
     values = np.atleast_1d(np.asarray(targets[0], np.float32))
     values = values.reshape(len(values), -1)
     if values.shape[1] > 1 or not (wrong := values % 1 > 0).any():

@@ -1,4 +1,4 @@
-"""init_state: the initial state of a model and its optimizer, in one compiled call."""
+"""init_state: initializes a model and its optimizer in one compiled call."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,9 +38,9 @@ def init_state(
       inputs: the model's input, or a tuple or a dict of keyword inputs: arrays or
         `jax.ShapeDtypeStruct`s; only shapes and dtypes matter.
       collections: the random streams to pass to `init`.
-      shardings: where the state is created: a pytree of `jax.sharding.Sharding`s (or one for
-        all), or a function from the abstract state to it. No array is ever whole on one device,
-        except weights that an `init` holds.
+      shardings: where to create the state: a pytree of `jax.sharding.Sharding`s (or one for all),
+        or a function from the abstract state to one. No array is ever whole on one device, except
+        weights that `init` holds.
 
     Returns:
       The state at step 0. Boxes of logical axis names are removed; the names are its `axes`.
@@ -56,7 +56,7 @@ def init_state(
         )
     key = as_key(key)
     inputs = (inputs,) if hasattr(inputs, "shape") else inputs
-    # 64 bits become 32 without a message, as in every batch.
+    # 64-bit inputs become 32-bit without a warning, as in batches.
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), inputs
     )
@@ -70,8 +70,8 @@ def init_state(
             variables = call(single_replica_of_any_axis(init), rngs, zeros)
         return at_start(optimizer, variables, train_key)
 
-    # Weights that an `init` has would be constants of a program, so it isn't traced. One that can
-    # initialize without them (`fresh`) and replace variables (`load`) reads them into their places.
+    # An `init` that holds weights is not traced: they would become constants of the program. If it
+    # can initialize without them (`fresh`), `load` then reads them into their shardings.
     if _gives_weights(init):
         given: Any = init
         fresh = getattr(given, "fresh", given)
@@ -84,10 +84,10 @@ def init_state(
         if shardings is None:
             return state
         shardings = shardings(state) if callable(shardings) else shardings
-        return jax.tree.map(_put_part, shardings, state)  # One sharding may be that of many arrays.
+        return jax.tree.map(_put_part, shardings, state)  # A prefix tree: one may serve many.
     if callable(shardings):
         shardings = shardings(jax.eval_shape(create, key))
-    # A program within another one is compiled with that.
+    # Within another trace it cannot be compiled ahead: it becomes a part of that program.
     is_traced = isinstance(jax.device_put(np.zeros(())), Tracer)
     if is_traced or jax.config.jax_disable_jit:
         return jax.jit(create, out_shardings=shardings)(key)
@@ -99,11 +99,12 @@ def _gives_weights(init: Function) -> bool:
 
 
 def _with_weights(state: TrainState, variables: Variables, optimizer: Any) -> TrainState:
-    """Replaces the variables of a state, and initialises the optimizer's state in its places."""
+    """Replaces the variables of a state, and reinitializes the optimizer with its shardings."""
     rest = dict(variables)
     params = rest.pop("params")
     places = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
-    state = state.replace(params=params, model_state=rest, opt_state=None)  # Frees its arrays.
+    # Without its old `opt_state`: those arrays are freed before new ones are made.
+    state = state.replace(params=params, model_state=rest, opt_state=None)
     return state.replace(opt_state=jax.jit(optimizer.init, out_shardings=places)(params))
 
 
@@ -112,10 +113,10 @@ def _put_part(sharding: jax.sharding.Sharding, part: PyTree) -> PyTree:
 
 
 def _compiler_options() -> dict[str, int] | None:
-    """Options for a program that runs once: on a CPU, compiling it takes most of the time.
+    """Returns compiler options for a program that runs once, where compilation dominates on a CPU.
 
-    With fewer passes of LLVM it takes a half to a third of the time, and less with the older
-    emitters that JAX 0.10 has. The initializers of JAX draw the same numbers.
+    Fewer LLVM passes cut its time to a half or a third, and the older emitters of JAX 0.10 more.
+    JAX's initializers draw the same numbers.
     """
     if jax.default_backend() != "cpu":
         return None

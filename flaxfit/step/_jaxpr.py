@@ -1,4 +1,4 @@
-"""The contents of a jaxpr: inner programs, certain operations, and the number of operations."""
+"""Queries of a jaxpr: inner jaxprs, certain primitives, and the number of operations."""
 
 import math
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ _OF_UNKNOWN_LENGTH = ("while", "pallas_call", "ffi_call", "pure_callback", "io_c
 
 
 def parts_of(equation: JaxprEqn) -> list[Jaxpr]:
-    """The programs that an equation of a jaxpr holds, such as the body of a loop."""
+    """Returns the jaxprs in the parameters of an equation, such as the body of a loop."""
     parameters = jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_program)
     return [each for each in parameters if _is_program(each)]
 
 
 def holds(program: Jaxpr, name: str) -> bool:
-    """Whether a jaxpr, or any program in it, holds an operation of this name."""
+    """Whether a jaxpr, or any inner one, holds a primitive of this name."""
     return any(equation.primitive.name == name for equation in equations(program))
 
 
 def names_axis(program: Jaxpr) -> bool:
-    """Whether an operation in a jaxpr names a mapped axis, as `lax.psum` does."""
+    """Whether an equation of a jaxpr names a mapped axis, as `lax.psum` does."""
     for equation in equations(program):
         named = (equation.params.get(name, ()) for name in ("axes", "axis_name"))
         if any(isinstance(axis, str) for axis in jax.tree.leaves(tuple(named))):
@@ -30,7 +30,7 @@ def names_axis(program: Jaxpr) -> bool:
 
 
 def depends_on(program: Jaxpr, first: int) -> bool:
-    """Whether the results of a closed jaxpr depend on its inputs from the number `first` on."""
+    """Whether the results of a closed jaxpr depend on any of its inputs `[first:]`."""
     needed = {v for v in program.jaxpr.outvars if not isinstance(v, Literal)}
     for equation in reversed(program.eqns):
         if needed & set(equation.outvars):
@@ -39,7 +39,7 @@ def depends_on(program: Jaxpr, first: int) -> bool:
 
 
 def equations(program: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr and of all programs in it, those of each program once."""
+    """Yields the equations of a jaxpr and of all inner ones; shared inner jaxprs only once."""
     seen: set[int] = set()
     left = [program]
     while left:
@@ -55,8 +55,8 @@ def equations(program: Jaxpr) -> Iterator[JaxprEqn]:
 def n_operations(program: Jaxpr) -> float:
     """Estimates the arithmetic operations of a jaxpr; infinity for loops of unknown length.
 
-    Products and convolutions count their multiplications and additions, everything else counts
-    one operation for each element of its results.
+    Products and convolutions count multiplications and additions; any other primitive counts one
+    operation per element of its results.
     """
     known: dict[int, float] = {}
 
@@ -88,4 +88,4 @@ def n_operations(program: Jaxpr) -> float:
 
 
 def _is_program(part: object) -> bool:
-    return hasattr(part, "eqns")  # A class or two, by the version of JAX.
+    return hasattr(part, "eqns")  # `Jaxpr` or `ClosedJaxpr`, one class in some versions of JAX.

@@ -1,4 +1,4 @@
-"""Totals: sums over many steps, added on the device in twice their precision, and their values."""
+"""Totals: sums over many steps in twice their precision, and the metrics computed from them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -11,14 +11,14 @@ from flaxfit.task import check_counts, is_loss_of_output
 from flaxfit.tree import Array, ArrayLike, PyTree, Sums
 
 Totals: TypeAlias = dict[str, Array]
-"""By dtype, an array `(2, n)`: the sums of that dtype, and what rounding has cut off of each."""
+"""By dtype, an array `(2, n)`: the sums of that dtype, and their accumulated rounding errors."""
 
 _Layout: TypeAlias = tuple[PyTree, list[tuple[str, slice, tuple[int, ...]]]]
-"""The structure of a packed tree, and the vector, place and shape of each leaf."""
+"""The structure of a packed tree, and the vector, slice and shape of each leaf."""
 
 
 def zero_totals(sums: PyTree) -> Totals:
-    """Makes empty totals on the host, for sums of these shapes and dtypes."""
+    """Makes totals of zeros on the host, for sums of these shapes and dtypes."""
     sizes: dict[str, int] = {}
     for leaf in jax.tree.leaves(sums):
         sizes[str(leaf.dtype)] = sizes.get(str(leaf.dtype), 0) + leaf.size
@@ -28,15 +28,15 @@ def zero_totals(sums: PyTree) -> Totals:
 def add(totals: Totals, sums: PyTree) -> Totals:
     """Adds sums to totals in about twice the precision of their dtype.
 
-    A plain float32 total stops growing at 2**24 examples. This is Knuth's two-sum, which keeps the
-    rounding error of each addition (D. Knuth, The Art of Computer Programming 2, 4.2.2).
+    A plain float32 total stops growing at 2**24 examples. Knuth's two-sum keeps the rounding error
+    of each addition (D. Knuth, The Art of Computer Programming 2, 4.2.2).
     """
     vectors = pack(sums)
     return {d: jnp.stack(_two_sum(totals[d][0], totals[d][1], x)) for d, x in vectors.items()}
 
 
 def reader(like: PyTree) -> Callable[[Totals], PyTree]:
-    """Makes `totals -> sums`, which reads totals in the structure of `like`.
+    """Makes `totals -> sums`, with the structure of `like`.
 
     The sums are float64 (or integer) arrays on the host. Reading waits for the device.
     """
@@ -47,8 +47,7 @@ def reader(like: PyTree) -> Callable[[Totals], PyTree]:
         return np.add(high, low, dtype=np.float64) if dtype in floats else high
 
     def read(totals: Totals) -> PyTree:
-        # `jax.device_get` would begin a copy in the background, which takes longer than a few
-        # numbers.
+        # Not `jax.device_get`: its asynchronous copy takes longer than reading a few numbers.
         sums = {dtype: whole(dtype, *np.asarray(x)) for dtype, x in totals.items()}
         return structure.unflatten([sums[d][place].reshape(shape) for d, place, shape in places])
 
@@ -58,18 +57,17 @@ def reader(like: PyTree) -> Callable[[Totals], PyTree]:
 def compute(
     sums: Mapping[str, Sums], metrics: Mapping[str, Any], where: str = ""
 ) -> dict[str, PyTree]:
-    """Computes the values of metrics from their sums, on the host; scalars become floats.
+    """Computes metrics from their sums, on the host; scalars become floats.
 
-    Sums that no metric claims are `(sum, weight)`, whose value is the mean, or `(count,)`; or a
-    mapping of pairs, those of several outputs, whose value is the sum of their means. The loss of
-    nothing, whose weights are all 0, is 0, as it is trained; metrics of nothing are nan. `where`
-    the sums were taken is a part of the error.
+    The value of other sums is `sum / weight` for a pair `(sum, weight)`, `count` for `(count,)`,
+    and the sum of the means for a mapping of pairs, such as losses by output. Without any weight,
+    the loss is 0, as in training, and metrics are nan. `where` is a part of the error message.
 
     Raises:
       ValueError: there were labels out of range.
     """
     values, sums = {}, check_counts(sums, where)
-    # Of steps that were all skipped, the loss is not known.
+    # If all steps were skipped, the loss is unknown.
     of_nothing = np.nan if sums.get("skipped_steps", (0,))[0] else 0.0
     order = [name for name in ("loss", *metrics) if name in sums]
     for name in dict.fromkeys([*order, *sums]):
@@ -95,7 +93,7 @@ def compute(
 
 
 def pack(tree: PyTree) -> dict[str, jax.Array]:
-    """Joins the leaves of a tree in one vector for each dtype: one operation then serves all."""
+    """Concatenates the leaves of a tree into one vector per dtype: fewer, larger operations."""
     leaves: dict[str, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(tree):
         leaves.setdefault(str(leaf.dtype), []).append(jnp.ravel(leaf))
@@ -103,7 +101,7 @@ def pack(tree: PyTree) -> dict[str, jax.Array]:
 
 
 def unpack(vectors: Mapping[str, Array], like: PyTree) -> PyTree:
-    """Restores a packed tree, in the structure and shapes of `like`."""
+    """Restores a packed tree with the structure and shapes of `like`."""
     structure, places = _layout(like)
     return structure.unflatten([vectors[d][place].reshape(shape) for d, place, shape in places])
 
@@ -126,12 +124,12 @@ def _two_sum(high: jax.Array, low: jax.Array, x: jax.Array) -> tuple[jax.Array, 
         return total, low
     part = total - high
     error = (high - (total - part)) + (x - part)
-    # Sums that have overflowed have no error worth keeping (inf - inf is nan).
+    # After an overflow the error would be inf - inf = nan, and spoil the sum.
     return total, low + jnp.where(jnp.isfinite(total), error, 0)
 
 
 def _mean(total: ArrayLike, weight: ArrayLike) -> ArrayLike:
-    if np.ndim(total) == np.ndim(weight) == 0 and weight:  # What follows takes much longer.
+    if np.ndim(total) == np.ndim(weight) == 0 and weight:  # A shortcut: `errstate` is slow.
         return float(total) / float(weight)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.float64(total) / np.float64(weight)

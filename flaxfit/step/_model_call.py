@@ -1,4 +1,4 @@
-"""The call of a task's model: its outputs, and the collections that it updates."""
+"""Calls the model of a task: its outputs, and the collections that it updates."""
 
 from collections.abc import Iterable, Mapping
 
@@ -18,7 +18,7 @@ from flaxfit.tree import Function, Params, PyTree, Rngs, flat, match
 def apply_model(
     task: TrainTask, params: Params, model_state: PyTree, batch: Batch, rngs: Rngs
 ) -> tuple[PyTree, Mapping[str, PyTree]]:
-    """The outputs of the model in training, and the collections that it updates."""
+    """Applies the model in training mode; returns its outputs and updated collections."""
     collections = {name: tree for name, tree in model_state.items() if name != WRITTEN}
     params = carry_over(model_state.get(WRITTEN, {}), params)
     result = call(
@@ -38,16 +38,16 @@ def apply_model(
 
 
 def with_updates(result: PyTree) -> tuple[PyTree, Mapping[str, PyTree]]:
-    """The outputs of a model that may update collections, and these."""
+    """Splits the result of a model into outputs and updated collections."""
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     return result if is_pair else (result, {})
 
 
 def as_outputs(result: PyTree) -> tuple[PyTree, ...]:
-    """The outputs of a model, one or several, as a tuple.
+    """Returns the outputs of a model, one or several, as a tuple.
 
     Raises:
-      TypeError: there are none.
+      TypeError: the model returned None.
     """
     if result is None:
         raise TypeError("The model returned None: its call needs a `return` of the outputs.")
@@ -55,7 +55,7 @@ def as_outputs(result: PyTree) -> tuple[PyTree, ...]:
 
 
 def which_have_rows(outputs_of: Function, batch: Batch) -> PyTree:
-    """Which outputs of a model have an axis of examples: those that grow with the batch."""
+    """Returns a mask of the outputs with an axis of examples: those that grow with the batch."""
 
     def shapes(factor: int) -> PyTree:
         resized = jax.tree.map(
@@ -63,24 +63,26 @@ def which_have_rows(outputs_of: Function, batch: Batch) -> PyTree:
         )
         return jax.eval_shape(lambda batch: as_outputs(outputs_of(batch)), resized)
 
+    # Two sizes are traced: one shape cannot tell the batch axis from another axis of that size.
+
     return jax.tree.map(lambda one, two: one.shape[:1] != two.shape[:1], shapes(1), shapes(2))
 
 
 def sum_of_penalties(penalty: PyTree, updates: Mapping[str, PyTree]) -> PyTree:
-    """The penalty of the loss and the model's `losses`; None if there is neither."""
+    """Adds the penalty of the loss and the model's `losses`; None if there is neither."""
     penalties = jax.tree.leaves(in_float32((penalty, updates.get("losses", ()))))
     return sum(map(jnp.sum, penalties)) if penalties else None
 
 
 def updated_state(model_state: PyTree, updates: Mapping[str, PyTree]) -> PyTree:
-    """The collections of a model state, and the parameters that were written, after a call."""
+    """Returns the model state after a call, with the parameters that the call wrote."""
     written = {**model_state.get(WRITTEN, {}), **updates.get(WRITTEN, {})}
     state = {name: _updated(name, updates.get(name, old), old) for name, old in model_state.items()}
     return state | ({WRITTEN: written} if written else {})
 
 
 def not_added(names: Iterable[str], model_state: Mapping[str, PyTree]) -> dict[str, tuple[()]]:
-    """The collections among those updated whose values may be meant as terms of the loss."""
+    """Returns the updated collections that may be meant as terms of the loss."""
     return {name: () for name in sorted(names) if _may_be_loss(name, model_state)}
 
 
@@ -89,9 +91,9 @@ def _updated(name: str, new: PyTree, old: PyTree) -> PyTree:
         changed = ", ".join([*flat(new).keys() ^ flat(old).keys()][:5]) or "its containers"
         raise ValueError(
             f"The collection {name!r} does not keep its structure: the call of the model adds or "
-            f"removes {changed}, by `sow` or by an assignment, and each step would do so again. "
-            "Create states in __init__ (Linen: setup). If they are terms of the loss, Model(..., "
-            f"losses=[{name!r}]) adds them, as it does those in 'losses'; else sow into "
+            f"removes {changed}, by `sow` or by an assignment, and would do so in each step. "
+            "Create state in __init__ (Linen: setup). If the values are terms of the loss, pass "
+            f"Model(..., losses=[{name!r}]), or sow them into 'losses'; else sow them into "
             "'intermediates'."
         )
     new = jax.tree.map(jnp.asarray, new)
@@ -104,14 +106,14 @@ def _updated(name: str, new: PyTree, old: PyTree) -> PyTree:
         if leaf.shape != was.shape or is_rounded:
             raise ValueError(
                 f"The model changes the state {name}/{path} from {was.dtype}{list(was.shape)} to "
-                f"{leaf.dtype}{list(leaf.shape)}, and a step must keep shapes, and floats where "
-                "they are: create it in the final shape and type."
+                f"{leaf.dtype}{list(leaf.shape)}, but a step must keep shapes, and must not turn "
+                "integers into floats: create the state with its final shape and dtype."
             )
     return like(new, old)
 
 
 def _check_written(task: TrainTask, written: Params) -> None:
-    """Checks that the parameters that a call has written are frozen, and not of 16 bits."""
+    """Checks that parameters written by a call are frozen and not rounded to 16 bits."""
     frozen = [(pattern, True) for pattern in task.freeze]
     refused, why = [path for path in written if not match(frozen, path)], "are trained"
     advice = "name frozen parameters in freeze=, "
@@ -120,14 +122,14 @@ def _check_written(task: TrainTask, written: Params) -> None:
         advice = ""
     if refused:
         raise ValueError(
-            f"The call of the model writes {', '.join(refused[:5])}, which {why}, so that what it "
-            "writes would be lost. Keep it in an nnx.Variable of another type than nnx.Param, "
+            f"The call of the model writes {', '.join(refused[:5])}, which {why}, so the written "
+            "values would be lost. Keep them in an nnx.Variable of another type than nnx.Param, "
             f"{advice}or write the step with nnx_step."
         )
 
 
 def _may_be_loss(collection: str, model_state: Mapping[str, PyTree]) -> bool:
-    """Whether a collection that is not "losses" is dropped, or is a loss by its name."""
+    """Whether a collection other than "losses" is dropped after a step or named like a loss."""
     if collection in ("params", "losses", "intermediates", WRITTEN):
         return False
     return collection not in model_state or "loss" in collection.lower()

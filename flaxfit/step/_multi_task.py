@@ -29,7 +29,7 @@ def MultiTask(
     metrics, reported as "<task>/<metric>" (`nan` for a task without a step since the last
     checkpoint); "loss" is the mean over the examples of all tasks. Checkpoints hold the position of
     each task in its data. The run ends when the data of any task ends. Parameters that a task does
-    not use have a gradient of zero, on which an optimizer with moments still acts.
+    not use have zero gradients, but an optimizer with moments still changes them.
 
     >>> import optax
     >>> x, w = np.ones((8, 1), np.float32), np.zeros(1, np.float32)
@@ -42,12 +42,11 @@ def MultiTask(
 
     Args:
       tasks: the tasks by name; they share one optimizer object.
-      weights: the relative frequency of each task, by name: turns are then drawn by the seed and
-        the step. None: one after the other.
+      weights: the relative frequency of tasks by name, to draw turns at random. None: round robin.
       seed: the seed of the draws.
 
     Raises:
-      ValueError: the tasks have different optimizers, or weights name other tasks.
+      ValueError: the tasks have different optimizers, or `weights` names an unknown task.
     """
     tasks = dict(tasks)
     _check(tasks, weights)
@@ -90,7 +89,7 @@ def MultiTask(
 
 @struct.dataclass
 class _Turn:
-    """The targets of a batch, and whose turn it is: a part of the structure of the batch."""
+    """The targets of a batch with the task's name, static: programs are compiled by task."""
 
     name: str = struct.field(pytree_node=False)
     targets: tuple[PyTree, ...]
@@ -99,9 +98,9 @@ class _Turn:
 
 
 class _Turns:
-    """The batches of several streams in turns; its position is the number of the turn, and theirs.
+    """Yields batches of several streams in turns.
 
-    One batch of each stream is fetched with the first: a sample, to validate.
+    The first batch of every stream is fetched at once, as a sample to validate.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class _Turns:
         return normalize(task.roles(next(self._streams[name])), is_whole=task.keeps_whole)
 
     def get_state(self) -> Json:
-        """The number of the turn, and the position in each stream."""
+        """Returns the number of the turn, and the position in each stream."""
         positions = {name: _position(stream) for name, stream in self._streams.items()}
         positions |= {name: position for name, (_, position) in self._held.items()}
         return {"turn": self._n, "weights": self._weights, "seed": self._seed, "data": positions}
@@ -166,19 +165,20 @@ class _Turns:
     def _whose_turn(self) -> str:
         if self._weights is None:
             return self._names[self._n % len(self._names)]
-        shares = np.array([self._weights.get(name, 1.0) for name in self._names])
+        weights = np.array([self._weights.get(name, 1.0) for name in self._names])
+        # Seeded by the turn, so that a resumed run draws the same turns.
         rng = np.random.default_rng((self._seed, self._n))
-        return self._names[rng.choice(len(shares), p=shares / shares.sum())]
+        return self._names[rng.choice(len(weights), p=weights / weights.sum())]
 
 
 def _sums_of(task: TrainTask, result: ForwardPass, sample: Batch) -> dict[str, Sums]:
-    """The shapes of the sums of the step of a task."""
+    """Returns the shapes of the sums of a task's step."""
     sums = result.sums | more_sums(task, result, grad_norm=True)
     return sums | {"loss": jax.eval_shape(_pair, sums["loss"], sample)}
 
 
 def _pair(loss: Sums, batch: Batch) -> Sums:
-    """The sum of a loss and its weight; a loss by output counts with its mean for each example."""
+    """Returns `(sum, weight)` of a loss; a loss by output counts by its mean per example."""
     if not isinstance(loss, Mapping):
         return loss
     means = (total / jnp.where(weight > 0, weight, 1) for total, weight in loss.values())
@@ -213,8 +213,8 @@ def _check(tasks: dict[str, TrainTask], weights: Mapping[str, float] | None) -> 
         )
     if given := [name for name, task in tasks.items() if task.companions]:
         raise ValueError(
-            f"The tasks {', '.join(map(repr, given))} have companions, which would be constants of "
-            "the step: train such a task in its own loop."
+            f"The tasks {', '.join(map(repr, given))} have companions, which MultiTask would "
+            "compile as constants of the step: train such a task in its own loop."
         )
     if unknown := [name for name in weights or () if name not in tasks]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Objectives: losses that call the model by themselves, `f(apply, batch, rngs) -> values`."""
+"""Objectives: losses that call the model themselves, `f(apply, batch, rngs) -> values`."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from flaxfit.task import (
 from flaxfit.tree import Function, Params, PyTree, Rngs, Sums, beside, fits, joined_weights
 
 _Found = tuple[PyTree, Mapping[str, PyTree], PyTree]
-"""Outputs, updates of collections, and the collections with these."""
+"""Outputs, updated collections, and the new model state."""
 
 
 class ObjectiveResult(NamedTuple):
@@ -46,17 +46,17 @@ class ObjectiveResult(NamedTuple):
 
 
 class Calls:
-    """The model as an objective calls it: `apply(*inputs, rngs=None, **named) -> outputs`.
+    """The `apply` of an objective: `apply(*inputs, rngs=None, **named) -> outputs`.
 
-    Each call starts from the collections that the one before it left, and has random keys of its
-    own, unless `rngs` is given. Calls in Python count: a `lax.scan` around one repeats its keys. A
-    model that updates collections cannot be called within `jax.grad` or similar transformations.
+    Each call starts from the model state that the previous call left, and has its own random keys
+    unless `rngs` is given. Keys change by Python call: a call traced in a `lax.scan` repeats them.
+    A model that updates collections cannot be called within `jax.grad` or similar transformations.
 
     Args:
       run: `(params, model_state, inputs, rngs) -> (outputs, updates, model_state)`.
-      params: the parameters, and those that `ema` applies the model with.
+      params: the parameters, and their average for `ema`.
       model_state: the collections beside the parameters.
-      rngs_of_call: `number of the call -> keys by stream`.
+      rngs_of_call: `index of the call -> keys by stream`.
     """
 
     def __init__(
@@ -70,9 +70,10 @@ class Calls:
         self._params, self._average = params
         self.model_state = model_state
         self.is_called, self._number = False, 0
-        # Of tracers, which could not leave a `jax.grad` around the call, the shapes and dtypes.
+        # Tracers are recorded as shapes and dtypes: they must not leave a `jax.grad` in the user's
+        # code.
         self.outputs: list[PyTree] = []
-        """Those of the model and of companions, in the order of the calls."""
+        """The outputs of the model and of companions, in the order of the calls."""
         self.updates: list[Mapping[str, PyTree]] = []
 
     def __call__(self, *inputs: PyTree, rngs: Rngs | None = None, **named: PyTree) -> PyTree:
@@ -85,7 +86,7 @@ class Calls:
         return outputs
 
     def ema(self, *inputs: PyTree, rngs: Rngs | None = None, **named: PyTree) -> PyTree:
-        """Applies the model with the average of its parameters: no gradient, and no updates."""
+        """Applies the model with its averaged parameters, without gradients or updates."""
         outputs, *_ = self._applied(self._average, inputs, named, rngs)
         return jax.lax.stop_gradient(outputs)
 
@@ -104,7 +105,7 @@ class Calls:
         return found
 
     def beside(self, companion: Function) -> Function:
-        """A companion whose outputs are noted among those of the model."""
+        """Wraps a companion to record its outputs among those of the model."""
 
         def call(*inputs: PyTree, **named: PyTree) -> PyTree:
             outputs = companion(*inputs, **named)
@@ -123,7 +124,7 @@ def objective_pass(
     batch: Batch,
     key: jax.Array,
 ) -> ForwardPass:
-    """Computes the objective of a task, which calls the model in training."""
+    """Computes the objective of a task, which calls the model in training mode."""
 
     def run(params: Params, model_state: PyTree, inputs: PyTree, rngs: Rngs) -> _Found:
         outputs, updates = apply_model(task, params, model_state, Batch(inputs), rngs)
@@ -155,13 +156,13 @@ def objective_measured(
     options: Mapping[str, PyTree],
     replicas: AnyReplicas,
 ) -> ForwardPass:
-    """Computes the objective of a task in evaluation, and the metrics of the model's outputs."""
+    """Computes the objective of a task in evaluation mode, and the metrics of model outputs."""
 
     def run(params: Params, model_state: PyTree, inputs: PyTree, rngs: Rngs) -> _Found:
         given = {**options, "rngs": rngs} if rngs else options
         return in_float32(call(apply, state.variables, inputs, **given)), {}, model_state
 
-    # The weights that are measured are one set: here they are the average as well.
+    # Evaluation measures one set of weights, which `ema` uses as well.
     calls = Calls(run, ((), ()), (), functools.partial(_rngs_of_call, task.rngs, key))
     result = _objective_sums(task, calls, batch, options.get("rngs", {}))
     if not task.metrics:
@@ -174,7 +175,7 @@ def objective_measured(
 def _objective_sums(
     task: TrainTask | EvalTask, calls: Calls, batch: Batch, rngs: Rngs
 ) -> ForwardPass:
-    """Calls the objective of a task; returns its values, and the sums of these and of its aux."""
+    """Calls the objective of a task; returns its values, and the sums of values and aux."""
     batch = batch._replace(targets=in_float32(batch.targets))
     weights = weights_of(batch)
     named = {name: calls.beside(each) for name, each in functions_of(task).items()}
@@ -204,7 +205,7 @@ def _objective_sums(
 
 
 def _replayed(task: TrainTask | EvalTask, rngs: Rngs) -> Function:
-    """An objective as a function of what its calls return, companions' included, and a batch."""
+    """Converts an objective to `(*outputs of its calls, batch) -> values`, to trace it alone."""
     objective: Any = task.objective
 
     def function(*outputs_and_batch: PyTree) -> PyTree:
@@ -224,18 +225,18 @@ def _replayed(task: TrainTask | EvalTask, rngs: Rngs) -> Function:
 
 
 def _rngs_of_call(names: Sequence[str], key: jax.Array | None, number: int) -> Rngs:
-    """The keys of one call of a model by an objective; of the first, as with a loss."""
+    """Returns the keys of a call of the model; the first call has those of a plain loss."""
     if key is None:
         return {}
     return rngs_of(names, jax.random.fold_in(key, len(names) + number) if number else key)
 
 
 def _called(objective: Any, calls: Calls, batch: Batch, rngs: Rngs) -> ObjectiveResult:
-    """Calls an objective, and checks what it returns.
+    """Calls an objective, and checks its results.
 
     Raises:
-      TypeError: it returned something other than values, weights and named results.
-      ValueError: the values are not by example, or the weights do not fit them.
+      TypeError: it returned something other than values, weights and a mapping.
+      ValueError: there is not one value per example, or the weights do not fit the values.
     """
     n, found = n_examples(batch), objective(calls, batch, rngs)
     parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
@@ -247,7 +248,7 @@ def _called(objective: Any, calls: Calls, batch: Batch, rngs: Rngs) -> Objective
         raise TypeError(
             f"The objective returned {kinds}; expected values of shape ({n}, ...), or a tuple "
             "(values, aux), (values, weights) or (values, weights, aux), where aux is a mapping. "
-            "It takes no penalty: add that to the values."
+            "A penalty is not supported: add it to the values."
         )
     values, *weights = in_float32(tuple(map(jnp.asarray, parts)))
     if values.shape[:1] != (n,):
@@ -265,9 +266,9 @@ def _called(objective: Any, calls: Calls, batch: Batch, rngs: Rngs) -> Objective
 def _sums_of_aux(
     aux: Mapping[str, PyTree], weights: jax.Array, own: jax.Array | None
 ) -> dict[str, Sums]:
-    """The sums of the further results of an objective: `(sum, weight)` by name.
+    """Returns `(sum, weight)` by name for the further results of an objective.
 
-    Values are weighted as those of the objective, also by its `own` weights where these fit.
+    Values are weighted like those of the objective, including its `own` weights if they fit.
     """
     found = {}
     check_names(aux)

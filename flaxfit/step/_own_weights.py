@@ -1,4 +1,4 @@
-"""The check that what a loss, a metric or an objective returns as weights are weights."""
+"""Checks the weights returned by a loss, a metric or an objective."""
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +8,17 @@ from flaxfit.tree import Array, Function, PyTree
 
 
 def check_own_weights(owner: str, function: Function, outputs: PyTree, targets: PyTree) -> None:
-    """Checks that the weights that a function returns do not depend on the outputs.
+    """Checks that the weights returned by a function do not depend on the model's outputs.
 
-    Two losses in a tuple look like values and weights, but the second loss depends on them.
+    Two losses in a tuple look like values and weights, but the second one depends on the outputs.
 
     Args:
-      owner: what returns them, for the message.
+      owner: the name of the function, for the message.
       function: `(*outputs, *targets) -> values`, or a tuple of values and weights.
       outputs: arrays, or their shapes and dtypes.
       targets: as `outputs`.
     """
-    if jax.config.jax_disable_jit:  # In the debug mode the user's code is not traced.
+    if jax.config.jax_disable_jit:  # In debug mode, user code is not traced.
         return
     leaves, structure = jax.tree.flatten(outputs)
     is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
@@ -38,8 +38,8 @@ def check_own_weights(owner: str, function: Function, outputs: PyTree, targets: 
     program = jax.make_jaxpr(slope)(leaves, targets, floats)
     if depends_on(program, len(jax.tree.leaves((leaves, targets)))):
         raise ValueError(
-            f"The second array that {owner} returned would be the weights of the first, and it "
-            "depends on the outputs of the model. Add the losses of several outputs, and pass "
-            "metrics one by one; weights that depend on the outputs are held fixed by "
+            f"The second array that {owner} returned is taken for weights, but it depends on the "
+            "outputs of the model. Add the losses of several outputs, and pass metrics one by "
+            "one. To use weights that depend on the outputs, hold them fixed with "
             "jax.lax.stop_gradient."
         )

@@ -1,4 +1,4 @@
-"""The pass over a batch whose results a division must keep, and the proof that it keeps them."""
+"""The pass over a batch, and the proof that dividing the batch keeps its results."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from flaxfit.step._compare import ForwardPass
 from flaxfit.step._forward import forward, forward_eval
 from flaxfit.step._jaxpr import holds, names_axis
 from flaxfit.step._model_call import with_updates
-from flaxfit.step._rows_apart import FREE, Kind, OtherProgram, kinds_of_results
+from flaxfit.step._row_independence import FREE, Kind, OtherProgram, kinds_of_results
 from flaxfit.step._trial import Pass
 from flaxfit.task import EvalTask, TrainTask, in_float32
 from flaxfit.tree import Function, PyTree, shapes_of, unbound_axis
@@ -24,13 +24,13 @@ from flaxfit.tree import Function, PyTree, shapes_of, unbound_axis
 MODEL, OBJECTIVE = "The model", "The objective"
 _DRAWS = "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"
 STATISTICS = "batch_stats"
-"""The collection of the statistics that BatchNorm keeps, which depend on the division."""
+"""The collection of BatchNorm's running statistics, which depend on the division."""
 
 Task = TypeVar("Task", bound=TrainTask | EvalTask)
 
 
 def has_statistics(task: TrainTask | EvalTask, state: PyTree) -> bool:
-    """Whether the model of a task normalizes by statistics of the batch in training."""
+    """Whether the model normalizes by batch statistics in training."""
     model_state = state.model_state if isinstance(task, TrainTask) else {}
     return isinstance(model_state, Mapping) and STATISTICS in model_state
 
@@ -40,13 +40,13 @@ def pass_of(
 ) -> Function:
     """Makes the pass of a task: `(state, batch, states of companions, seed) -> Pass`.
 
-    A model with statistics of the batch has its rows computed in evaluation mode, so that other
-    combinations of rows show.
+    Rows of a model with batch statistics are computed in evaluation mode: its training mode mixes
+    rows by design, which would hide any other mixing.
 
     Args:
-      task: what to train or to measure.
-      with_losses: whether a value of the loss has to depend on its own row alone.
-      evaluates: whether to compute no more than rows and sums, in evaluation mode.
+      task: the task to train or to measure.
+      with_losses: whether values of the loss must depend on their own row alone.
+      evaluates: whether to compute only rows and sums, in evaluation mode.
     """
 
     own = {
@@ -57,7 +57,7 @@ def pass_of(
 
     def run(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
         bound = with_states(task, states)
-        bound.__dict__["metrics"] = own  # The sums of others add up.
+        bound.__dict__["metrics"] = own  # The sums of the library's metrics are additive.
         result = measured = _forward(bound, state, batch, seed)
         if evaluates or has_statistics(task, state):
             measured = _forward(_in_evaluation(bound), state, batch, seed)
@@ -74,7 +74,7 @@ def pass_of(
 
 
 def comparison_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Function:
-    """As `pass_of`, for a batch whose inputs are the outputs of the model: losses and metrics."""
+    """As `pass_of`, for losses and metrics alone: `batch.inputs` holds the model's outputs."""
 
     def run(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
         outputs: Any = batch.inputs
@@ -86,7 +86,7 @@ def comparison_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Fu
 def outputs_of(
     task: TrainTask | EvalTask, state: PyTree, batch: Batch, states: PyTree
 ) -> tuple[PyTree, ...]:
-    """The outputs of the model of a task."""
+    """Returns the outputs of the model of a task."""
     return _forward(with_states(task, states), state, batch, 0).outputs
 
 
@@ -101,7 +101,7 @@ def _forward(task: TrainTask | EvalTask, state: PyTree, batch: Batch, seed: int)
 def _compared(
     task: TrainTask | EvalTask, outputs: tuple[PyTree, ...], batch: Batch, with_losses: bool
 ) -> dict[str, PyTree]:
-    """The values of losses and metrics by example."""
+    """Computes the values of losses and metrics by example."""
     targets = in_float32(batch.targets)
     each = losses_by_row(task.loss, outputs, targets) if with_losses and task.loss else ()
     losses = {owner: loss(*given, *aims) for owner, loss, given, aims in each}
@@ -111,7 +111,7 @@ def _compared(
 
 
 def _sums(task: TrainTask | EvalTask, result: ForwardPass) -> dict[str, PyTree]:
-    """The sums of metrics of the user's own, and those that an objective returns."""
+    """Returns the sums of the user's metrics, or those that an objective returns."""
     if task.objective is not None:
         others = {"loss", "penalty", *task.metrics}
         return {OBJECTIVE: {k: each for k, each in result.sums.items() if k not in others}}
@@ -119,21 +119,21 @@ def _sums(task: TrainTask | EvalTask, result: ForwardPass) -> dict[str, PyTree]:
 
 
 def _is_ours(function: Any) -> bool:
-    """Whether a function is one of the library, whose sums add up."""
+    """Whether a function is defined in this library, whose sums are additive."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
 def _in_evaluation(task: Task) -> Task:
-    """The task with its model in evaluation mode; with zeros for outputs if that is not known."""
+    """Returns a task whose model runs in evaluation mode, or returns zeros if it has none."""
     apply, measure = task.apply, in_evaluation(task.apply)
 
     def evaluated(variables: PyTree, *inputs: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
         given = {k: each for k, each in named.items() if k not in ("rngs", "mutable")}
         try:
             return measure(variables, *inputs, **given), {}
-        except Exception:  # The loop calls the model in a way of its own, or knows no mode.
+        except Exception:  # The model has no evaluation mode, or needs arguments of training.
             outputs, _ = with_updates(apply(variables, *inputs, **named))
             return jax.tree.map(jnp.zeros_like, outputs), {}
 
@@ -143,22 +143,22 @@ def _in_evaluation(task: Task) -> Task:
 
 
 class Proof(NamedTuple):
-    """What two traces of a pass show."""
+    """The result of comparing two traces of a pass."""
 
-    is_apart: bool
-    """Whether they prove that dividing the batch keeps the results."""
+    is_independent: bool
+    """Whether it is proven that dividing the batch keeps the results."""
     draws: bool = True
-    """Whether numbers are drawn at random, as far as that is known."""
+    """Whether the pass may draw random numbers."""
     names_axis: bool = False
-    """Whether it names the axis of replicas, and may combine these by itself."""
-    is_alike: bool = True
-    """Whether the two programs differ in sizes alone, as far as they were compared."""
+    """Whether the pass names the axis of replicas, and may reduce over it itself."""
+    is_same_program: bool = True
+    """Whether the traces differ only in sizes, as far as they were compared."""
 
 
 def reduces_over(
     axis: str | None, run: Function, state: PyTree, batch: Batch, states: PyTree
 ) -> bool:
-    """Whether a pass combines the replicas of an axis by itself, where one is mapped."""
+    """Whether a pass reduces over a mapped axis itself."""
     if axis is None:
         return False
     given = *shapes_of((state, batch, states)), jax.ShapeDtypeStruct((), "int32")
@@ -178,28 +178,30 @@ def prove(
     """Tries to prove from two traces that dividing the batch keeps the results of a pass.
 
     Args:
-      run: the pass; where an axis of replicas is mapped, without that axis.
+      run: the pass, not bound to an axis of replicas.
       state: the state.
       batch: a batch, or its shapes.
       states: the variables of companions.
-      n: the number of examples to trace, at least 2.
-      factor: how many times as many to trace then.
-      is_chained: whether parts compute one after the other, each from the state of the one before.
+      n: the number of examples in the first trace, at least 2.
+      factor: the second trace has `factor * n` examples.
+      is_chained: whether each part starts from the model state of the previous one.
     """
     try:
         one, found = _traced(run, state, batch, states, n)
         two, _ = _traced(run, state, batch, states, factor * n)
     except NameError as error:
-        return Proof(is_apart=False, names_axis=unbound_axis(error) is not None)
-    except Exception:  # It takes one batch size only, or needs values.
-        return Proof(is_apart=False)
+        return Proof(is_independent=False, names_axis=unbound_axis(error) is not None)
+    except Exception:  # It accepts one batch size only, or needs concrete values.
+        return Proof(is_independent=False)
     is_row = jax.tree.map(lambda x: jnp.ndim(x) > 0, batch)
     leaves = [
         *jax.tree.map(lambda x: FREE, jax.tree.leaves(state)),
         *(Kind(0) if each else FREE for each in jax.tree.leaves(is_row)),
         *(FREE for _ in jax.tree.leaves((states, 0))),
     ]
-    # Every result with what it may be. No rule tells sums, which are tried.
+    # The kinds allowed for rows, sums, model state and penalty. No kind proves that sums are
+    # additive: those are tried. In a chain, even a state that does not depend on rows may change
+    # with each part, as a counter does.
     wanted = ((FREE, Kind(0)), (), () if is_chained else (FREE,), (FREE,))
     allowed = [
         kinds for tree, kinds in zip(found, wanted, strict=True) for _ in jax.tree.leaves(tree)
@@ -208,9 +210,9 @@ def prove(
     try:
         kinds = kinds_of_results(one, two, leaves, n, factor)
     except OtherProgram:
-        return Proof(is_apart=False, draws=draws, is_alike=False)
-    is_apart = all(kind in each for kind, each in zip(kinds, allowed, strict=True))
-    return Proof(is_apart, draws)
+        return Proof(is_independent=False, draws=draws, is_same_program=False)
+    is_independent = all(kind in each for kind, each in zip(kinds, allowed, strict=True))
+    return Proof(is_independent, draws)
 
 
 def _traced(run: Function, state: PyTree, batch: Batch, states: PyTree, n: int) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The random keys of a step: functions of its position, never carried along."""
+"""The random keys of a step: pure functions of its number, not a carried state."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from flaxfit.tree import ArrayLike, PyTree, Rngs
 
-# Added to the position of a batch: the parts of a training step are numbered from 0.
+# Offset of evaluation positions: parts of a training step fold in numbers from 0.
 _EVALUATION = 2**31
 
 

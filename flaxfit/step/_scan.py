@@ -1,4 +1,4 @@
-"""The compiled update: one or several steps in one program, their sums added to totals."""
+"""The compiled update: one or several steps in one program, with sums added to totals."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from flaxfit.tree import Function, PyTree
 
 
 def make_step(task: TrainTask, **options: PyTree) -> Function:
-    """Makes the training step of a task, or wraps its own: `(state, batch) -> (state, sums)`."""
+    """Makes the step of a task, or wraps its custom step: `(state, batch) -> (state, sums)`."""
     return (
         make_train_step(task, **options)
         if task.step is None
@@ -26,9 +26,8 @@ def make_update(
 ) -> Function:
     """Makes `(state, totals, batch) -> (state, totals, grads)`.
 
-    With several steps, the leaves of `batch` carry one batch per step as their first axis.
-    Where the data is on the devices, the update is `(state, totals, data, batch)`, and the only
-    input of `batch` is the indices of its examples.
+    With several steps, the first axis of `batch` counts steps. For resident data the update is
+    `(state, totals, data, batch)`, and the only input of `batch` is the indices of its examples.
     """
     step = make_step(task, keep_grads=keep_grads, **options)
 
@@ -52,8 +51,9 @@ def make_update(
 
 
 def gather(data: Batch, batch: Batch) -> Batch:
-    """Picks the examples of a batch from the data; its only input holds their indices."""
+    """Gathers the examples of a batch of indices from resident data."""
     (rows,) = batch.inputs
+    # Rows of the data, in bounds by construction: no clamping or filling is needed.
     picked = jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds"), data)
     if picked.weights is None:
         return picked._replace(weights=batch.weights)

@@ -22,7 +22,7 @@ from flaxfit.step._replicas import replicas_of
 from flaxfit.task import TrainTask, as_all_loss, with_penalty
 from flaxfit.tree import Function, Params, PyTree, Sums, flat, label_of
 
-# Elements of an array that is joined with others to be summed in one operation.
+# The largest number of elements of an array that is concatenated with others before a sum.
 _SMALL = 2**16
 
 
@@ -38,10 +38,10 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, PyTree]]:
     """Makes the pure update of one training step: `(state, batch) -> (state, sums)`.
 
-    The gradient is that of the weighted mean loss over the whole batch, `sum(w * loss) / sum(w)`,
-    plus the penalty, however the examples and their weights are spread over the replicas.
-    A batch whose weights sum to zero changes nothing but the step. Loops check at the first step
-    that dividing a batch changes no number; this function does not.
+    The gradient is that of `sum(w * loss) / sum(w) + penalty` over the whole batch, however the
+    examples and their weights are spread over the replicas. A batch whose weights sum to zero
+    changes only the step. Loops check that dividing a batch keeps the results; this function
+    does not.
 
     >>> import numpy as np, optax
     >>> from flaxfit import TrainState, TrainTask
@@ -54,14 +54,14 @@ def make_train_step(
 
     Args:
       task: a `TrainTask`.
-      axis_name: the mapped axis to reduce over, where the step runs once per replica.
-      virtual_replicas: the number of replicas to divide a batch among, on any number of devices:
-        the results are the same to the bit. None: one per device.
+      axis_name: the mapped axis to reduce over, if the step runs once per replica.
+      virtual_replicas: the number of replicas to divide a batch among, with bit-identical results
+        on any number of devices. None: one per device.
       grad_norm: whether to report the global norm of the gradients.
       keep_grads: whether to return `(state, (sums, grads))`.
       skip_empty: whether the weights of a batch may sum to zero; False saves the check.
-      loss_has_weights: whether the loss returns weights with its values; None: one more trace
-        finds out.
+      loss_has_weights: whether the loss returns weights with its values; None: determined by one
+        more trace.
     """
     optimizer = with_arguments(task.optimizer)
 
@@ -86,12 +86,12 @@ def make_train_step(
         passed: dict[str, PyTree] = _arguments(value, grads, whole.loss_function(state))
         if has_hook := task.grads_hook is not None:
             changed = hooked("grads_hook", task.grads_hook, grads, trained, dict(sums))
-            passed = {"value": value}  # The others would bypass the hook.
+            passed = {"value": value}  # Gradients computed by the optimizer would bypass the hook.
         with demands_explained(state.opt_state, passed, has_hook=has_hook):
             updated = trained.apply_gradient(optimizer, changed, model_state=model_state, **passed)
         updated = updated.replace(params=carry_over(written, merge(updated.params, state.params)))
         unchanged = state.replace(step=updated.step)
-        kept: dict[str, PyTree] = {}  # What advances in a skipped step, too.
+        kept: dict[str, PyTree] = {}  # Fields that change even in a skipped step.
         if found.scale != ():
             kept["scale"] = replicas.least(found.scale)
 
@@ -106,7 +106,7 @@ def make_train_step(
                 is_counted = is_good & (is_used > 0)
                 is_spike, kept["recent"] = _judged(state, value, norm, task.skip_above, is_counted)
                 is_good &= ~is_spike
-            # The sums of a skipped batch must not spoil the totals.
+            # Zeroed, since NaN in the sums of a skipped batch would spoil the totals.
             sums = _where(is_good, sums, jax.tree.map(jnp.zeros_like, sums))
             sums["skipped_steps"] = (1 - is_good.astype(jnp.float32),)
             is_used *= is_good.astype(jnp.float32)
@@ -134,7 +134,7 @@ def make_train_step(
 
 
 def more_sums(task: TrainTask, result: ForwardPass, *, grad_norm: bool) -> dict[str, Sums]:
-    """The shapes of what a training step adds to the sums of its forward pass, and of the loss."""
+    """Returns the shapes of the loss and of the sums that a step adds to its forward pass."""
     one = jax.ShapeDtypeStruct((), "float32")
     names = ["grad_norm"] * grad_norm + ["penalty"] * (result.penalty is not None)
     names += ["hooked_grad_norm"] * (grad_norm and task.grads_hook is not None)
@@ -145,7 +145,7 @@ def more_sums(task: TrainTask, result: ForwardPass, *, grad_norm: bool) -> dict[
 
 
 def guards(task: TrainTask) -> bool:
-    """Whether a step may leave the state unchanged: one that is not finite, or a spike."""
+    """Whether steps are skipped if they are not finite, or spikes."""
     return task.skip_nonfinite or task.skip_above is not None or task.precision == "float16"
 
 
@@ -156,14 +156,14 @@ def _judged(
     n_deviations: float,
     is_counted: jax.Array,
 ) -> tuple[jax.Array, Recent]:
-    """Whether a step is a spike, and the ring of recent steps, with this one if it counts."""
+    """Returns whether a step is a spike, and the updated ring of recent steps."""
     recent = state.opt_state.recent
     is_spike, advanced = stands_out(recent, loss, norm, n_deviations)
     return is_spike, _where(is_counted, advanced, recent)
 
 
 def _arguments(value: jax.Array, grads: Params, loss: Function) -> dict[str, PyTree]:
-    """The further arguments of an optimizer, by the names of `OPTAX_ARGUMENTS`."""
+    """Returns the extra arguments of an optimizer's update, by the names of `OPTAX_ARGUMENTS`."""
 
     def grad_fn(params: Params, *_: PyTree) -> Params:
         return jax.grad(loss)(params)
@@ -174,7 +174,7 @@ def _arguments(value: jax.Array, grads: Params, loss: Function) -> dict[str, PyT
 def _norms_by_pattern(
     patterns: Sequence[str], grads: Params, params: Params
 ) -> dict[str, jax.Array]:
-    """The norms of the gradients and of the parameters whose paths match each pattern."""
+    """Computes the norms of gradients and parameters by pattern of their paths."""
     found = {}
     for pattern in patterns:
         for name, tree in ("grad_norm", grads), ("param_norm", params):
@@ -184,11 +184,8 @@ def _norms_by_pattern(
 
 
 def _norm(leaves: Sequence[jax.Array]) -> jax.Array:
-    """The Euclidean norm of all elements, as `optax.tree.norm`, with small arrays joined.
-
-    One sum over the joined arrays takes less time than one of each.
-    """
-    # Else XLA may compute the gradients a second time, within the sums.
+    """Computes `optax.tree.norm(leaves)`, with one sum over all small arrays, which is faster."""
+    # Without the barrier, XLA may fuse, and so recompute, the gradients within the sums.
     leaves = jax.lax.optimization_barrier(list(leaves))
     small = [leaf for leaf in leaves if leaf.size <= _SMALL and leaf.dtype == jnp.float32]
     large = [leaf for leaf in leaves if leaf.size > _SMALL or leaf.dtype != jnp.float32]

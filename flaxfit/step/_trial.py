@@ -1,4 +1,4 @@
-"""Trial: what the results of a pass are where the batch is changed, shortened or divided."""
+"""Trials: compare the results of a pass over changed, shortened or divided batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -11,59 +11,59 @@ from flaxfit.data._batch import Batch, n_examples
 from flaxfit.tree import Array, PyTree, flat
 
 _N_ROWS = 8
-"""The examples of a trial: enough that halves of them have several."""
+"""The number of examples in a trial, so that halves still have several."""
 _SAME = 1e-5
-"""Relative to the largest element, between two runs of a program, in which rows round alike."""
+"""The tolerance between two runs of one program, relative to the largest element."""
 _CLOSE = 1e-2
-"""Between programs for batches of different sizes, which round in 16 bits at worst."""
+"""The tolerance between programs for different batch sizes, whose 16-bit results round apart."""
 _NOISE = 1e-6
-"""Of the typical element, or of 1: elements near zero are rounding errors."""
+"""The tolerance relative to min(1, typical element): elements near zero are rounding errors."""
 _ALIKE = 0.3
-"""Between the magnitudes of random results: half of the examples have half of a sum."""
+"""The tolerance between magnitudes of random results; a sum over half the examples halves."""
 _N_SEEDS = 32
 
 
 class Pass(NamedTuple):
-    """The results of a pass over a batch that a division of the batch must keep."""
+    """The results of a pass that must not depend on the division of the batch."""
 
     rows: Mapping[str, PyTree]
-    """Arrays of one row for each example, by what computes them; other arrays are ignored."""
+    """Arrays with one row per example, by owner; other arrays are ignored."""
     sums: Mapping[str, PyTree] = {}
-    """Sums over the examples, by what computes them."""
+    """Sums over the examples, by owner."""
     state: PyTree = ()
     """The new model state."""
     penalty: PyTree = ()
-    """What is added to the mean loss."""
+    """The terms added to the mean loss."""
 
 
 class Difference(NamedTuple):
-    """What dividing a batch would change; "" where it changes nothing."""
+    """The results that dividing a batch would change; "" for no change."""
 
     rows: str = ""
-    """The owner of rows or sums that depend on other examples, or on their number."""
+    """The owner of rows or sums that depend on other examples, or on the batch size."""
     state: str = ""
-    """The path of an array of the state that is not the mean of those of the halves."""
+    """The path of a state array that is not the mean over the halves."""
     chained: str = ""
-    """The path of one that differs where the second half continues from the first."""
+    """The path of a state array that differs if the second half continues from the first."""
     penalty: str = ""
-    """The paths of what of the penalty is not the mean of those of the halves."""
+    """The paths of penalty terms that are not the mean over the halves."""
 
 
 Run = Callable[[PyTree, Batch, int], Pass]
-"""`(state, batch, seed) -> results`; the seed changes what is drawn at random."""
+"""`(state, batch, seed) -> results`; the seed determines random numbers."""
 
 
 def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -> str:
-    """Returns the owner of rows that change where other rows of the batch do, or "".
+    """Returns the owner of rows that change if other rows of the batch are replaced, or "".
 
-    Replaced are the first half, the second half, and every second row. A trial cannot see what
-    these examples do not show, such as a branch on other data.
+    It replaces the first half, the second half, and every second row. A trial on a few examples is
+    no proof: a branch on other data goes unnoticed.
 
     Args:
       run: the pass.
       state: the state.
-      batch: the examples, of which a few are taken.
-      all_rows: whether to take all of them.
+      batch: the examples, from which a few are taken.
+      all_rows: whether to take all examples.
     """
     batch = _picked(batch, slice(None)) if all_rows else _some_rows(run, state, batch)
     whole, n = _read(run(state, batch, 0)), n_examples(batch)
@@ -78,16 +78,16 @@ def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -
 
 
 def varies(run: Run, state: PyTree, batch: Batch) -> bool:
-    """Whether the results of a pass are others for another seed."""
+    """Whether the results of a pass depend on the seed."""
     batch = _some_rows(run, state, batch)
     one, other = (_arrays(_read(run(state, batch, seed))) for seed in (0, 1))
     return any(_differ(a, b, _SAME) for a, b in zip(one, other, strict=True))
 
 
 def try_parts(run: Run, state: PyTree, batch: Batch, n: int) -> str:
-    """Returns the owner of rows that differ where `n` examples at either end are alone, or "".
+    """Returns the owner of rows that differ if computed from only `n` examples at an end, or "".
 
-    For programs that have other operations for other numbers of rows: all of the batch is taken.
+    It takes the whole batch, for programs whose operations depend on the number of rows.
     """
     n = max(1, min(n, n_examples(batch) // 2))
     whole = _read(run(state, _picked(batch, slice(None)), 0))
@@ -113,27 +113,26 @@ def try_halves(
     draws: bool = False,
     all_rows: bool = False,
 ) -> Difference:
-    """Compares the pass over a batch with those over its halves.
+    """Compares the pass over a batch with the passes over its halves.
 
-    The rows of the first half must be those of the whole, sums must add up, state and penalty must
-    be the means of those of the halves. Random results, which are others for another size, are
-    compared by their magnitude and on average over seeds.
+    Rows must agree, sums must add up, and state and penalty must be the means over the halves.
+    Random results, which differ between batch sizes, are compared by magnitude, and on average over
+    seeds.
 
     Args:
       run: the pass.
       state: the state.
-      batch: the examples, of which a few are taken.
-      together: a pass over the two halves, stacked, in which each sees the other by the axis of
-        replicas; its results are stacked. None: `run` over each.
-      continued: `(state, new model state) -> state`, if the second half is to continue from the
-        first; None: both begin with `state`.
-      before: the model state before the pass. What a pass adds to a large number is compared by
-        itself.
-      compute: what sums are read as, by what computes them: other sums may stand for the same.
-      is_noisy: whether state and penalty depend on statistics of the batch, as documented.
-      draws: whether something is drawn at random, perhaps always the same: rows of the second half
-        may differ then.
-      all_rows: whether to take all examples; so it does by itself where half of a few are too few.
+      batch: the examples, from which a few are taken.
+      together: a pass over both halves, stacked, that may reduce over the axis of replicas; its
+        results are stacked. None: `run` on each half.
+      continued: `(state, new model state) -> state`, for a second half that continues from the
+        first; None: both start from `state`.
+      before: the model state before the pass: changes of large numbers are compared, not values.
+      compute: `(owner, sums) -> value`, since different sums may stand for one value.
+      is_noisy: whether state and penalty may depend on batch statistics.
+      draws: whether random numbers are drawn, perhaps from a fixed key: rows of the second half
+        may then differ.
+      all_rows: whether to take all examples, as it also does if half of a few are too few.
     """
     given, batch = batch, _picked(batch, slice(None)) if all_rows else _some_rows(run, state, batch)
     n = n_examples(batch) // 2
@@ -153,7 +152,7 @@ def try_halves(
             after = state if continued is None else continued(state, ones[0].state)
             twos = [_read(run(after, second, seed)) for seed in seeds]
     except Exception:
-        if all_rows:  # It takes one batch size only; dividing a batch then fails by itself.
+        if all_rows:  # It accepts one batch size only: a divided batch raises its own error.
             return Difference()
         return try_halves(
             *(run, state, given),
@@ -210,7 +209,7 @@ def _owner_of_difference(
     compute: Callable[[str, PyTree], PyTree],
     draws: bool,
 ) -> str:
-    """What computes rows that differ in a half, or sums that do not add up; "" if nothing."""
+    """Returns the owner of rows that differ in a half, or of sums that do not add up, or ""."""
     for owner, rows in _in_order(whole):
         for a, b, c in zip(*map(_arrays, (rows, one.rows[owner], two.rows[owner])), strict=True):
             is_by_row = (a.shape[:1], b.shape[:1]) == ((2 * n,), (n,))
@@ -225,29 +224,29 @@ def _owner_of_difference(
 
 
 def _in_order(found: Pass) -> list[tuple[str, PyTree]]:
-    """The rows by what computes them: the model before the loss and the metrics, which use it."""
+    """Returns the rows by owner, the model first: loss and metrics depend on its outputs."""
     return sorted(found.rows.items(), reverse=True)
 
 
 def _some_rows(run: Run, state: PyTree, batch: Batch) -> Batch:
-    """Returns a few examples, repeated if there are too few; all if the model takes no others."""
+    """Returns a few examples, repeated if necessary; all if the model accepts no other size."""
     few = _picked(batch, np.arange(_N_ROWS) % n_examples(batch))
     try:
         run(state, few, 0)
-    except Exception:  # The trial with the batch itself then raises what is wrong.
+    except Exception:  # If something else is wrong, the trial on the whole batch raises it.
         return _picked(batch, slice(None))
     return few
 
 
 def with_other_rows(batch: Batch, is_other: np.ndarray) -> Batch:
-    """Replaces rows by others of the batch with smaller values, of each array by other factors."""
+    """Replaces rows by other rows of the batch, scaled by a factor that differs by array."""
 
     def replaced(number: int, x: np.ndarray) -> np.ndarray:
         if not x.ndim:
             return x
         other = np.roll(x, max(1, len(x) // 2 - 1), 0)
-        # Equal rows must be replaced, too, and outputs that equal their targets must no longer;
-        # smaller values stay in most ranges.
+        # Scaling changes equal rows, too, and differs for outputs and targets, so that equal ones
+        # become different. Smaller values stay in most valid ranges.
         if other.dtype == bool:
             other = np.zeros_like(other)
         elif jnp.issubdtype(other.dtype, jnp.inexact):
@@ -281,14 +280,14 @@ def _widened(x: np.ndarray) -> np.ndarray:
 
 
 def _arrays(tree: PyTree) -> list[np.ndarray]:
-    """The arrays of a tree that hold numbers: none of random keys."""
+    """Returns the arrays of a tree, without typed random keys."""
     return [x for x in jax.tree.leaves(tree) if not _is_key(x)]
 
 
 def _differ(a: np.ndarray, b: np.ndarray, tolerance: float, rounding: float = 0.0) -> bool:
-    """Whether arrays differ by more than a tolerance relative to the largest that differs.
+    """Whether arrays differ by more than a tolerance, relative to the largest differing element.
 
-    Large constants, such as those of masks, are equal, and do not hide smaller elements.
+    Large equal constants, such as those of masks, thus do not hide differences of small elements.
     """
     if a.shape != b.shape:
         return True
@@ -303,7 +302,7 @@ def _differ(a: np.ndarray, b: np.ndarray, tolerance: float, rounding: float = 0.
 
 
 def _differ_on_average(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
-    """Whether the means of random arrays differ by far more than their standard errors."""
+    """Whether the means of random arrays differ by more than six standard errors and by 5 %."""
     differences = np.stack(a).astype(np.float64) - np.stack(b)
     mean = np.abs(differences.mean(0))
     error = differences.std(0, ddof=1) / len(a) ** 0.5
@@ -311,7 +310,7 @@ def _differ_on_average(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool
 
 
 def _size(arrays: list[np.ndarray]) -> float:
-    """The root of the mean square of the finite elements of arrays."""
+    """Returns the root mean square of the finite elements."""
     values = np.concatenate([np.ravel(x).astype(np.float64) for x in arrays])
     values = values[np.isfinite(values)]
     return float(np.sqrt(np.sum(values**2) / max(1, len(values))))

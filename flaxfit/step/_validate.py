@@ -1,4 +1,4 @@
-"""Validation of a task on its first batch: what it computes, or why it cannot be trained."""
+"""Validates a task on its first batch by tracing it."""
 
 import contextlib
 import functools
@@ -44,23 +44,23 @@ from flaxfit.tree import (
     which_count,
 )
 
-_ACROSS = " If it is meant to look across the batch, set across='batch' in the task."
+_ACROSS = " If it is meant to compare examples of a batch, set across='batch' in the task."
 
 
 class Traced(NamedTuple):
     """The results of tracing a function."""
 
     shapes: PyTree
-    """The shapes and dtypes of what it returns."""
+    """The shapes and dtypes of its results."""
     has_convolutions: bool
     n_operations: float
     """An estimate, see `n_operations`."""
     values: PyTree = None
-    """Its results, where it was run instead of traced."""
+    """The results of a function that was run eagerly instead of traced."""
     program: Any = None
-    """Its jaxpr, where it was traced."""
+    """The jaxpr of a function that was traced."""
     hints: Sequence[str] = ()
-    """Sentences about probable mistakes."""
+    """Descriptions of probable mistakes."""
 
 
 def inspect(
@@ -73,20 +73,20 @@ def inspect(
     *,
     is_resumed: bool = False,
 ) -> Traced:
-    """Validates a task on its first batch by tracing one forward pass, which is not run.
+    """Validates a task on its first batch by tracing one forward pass.
 
     Args:
-      task: what to train or to measure.
-      state: the training state, or that to measure.
+      task: the task to train or to measure.
+      state: the state to train or to measure.
       batch: the first batch, as the user passed it.
-      data: all of the data, if available, whose values are checked; else the batch's are.
-      bind: the `bind` of the strategy, to trace as it does.
-      known: what was traced before of this task, by shapes; it is added to.
-      is_resumed: whether the run began before this batch. Its values are not checked then, as they
-        would not have been without the interruption.
+      data: all data, if available, to check its values; None: those of the batch are checked.
+      bind: the `bind` of the strategy.
+      known: a cache of traces of this task, by shapes; extended in place.
+      is_resumed: whether the run was resumed. The values of the batch are then not checked, since
+        an uninterrupted run would not have checked them.
 
     Returns:
-      What was traced of the pass; its shapes are those of a `ForwardPass`.
+      The trace, with the shapes of a `ForwardPass`.
 
     Raises:
       ValueError: labels, weights, the shape of the loss or a random stream do not fit.
@@ -142,11 +142,10 @@ def inspect_step(
     """Validates a user's step on its first batch by tracing it.
 
     Returns:
-      What was traced of the step; its shapes are those of its sums.
+      The trace, with the shapes of its sums.
 
     Raises:
-      ValueError: it returns a state that does not match its input, or the batch has
-        weights by output.
+      ValueError: the returned state does not match the input, or the batch has weights by output.
     """
     if isinstance(batch.weights, Mapping):
         names = ", ".join(map(repr, batch.weights))
@@ -173,14 +172,14 @@ def inspect_step(
 
 
 def trace(function: Function, *arguments: PyTree) -> Traced:
-    """Traces a function of arrays, or of their shapes and dtypes.
+    """Traces a function on arrays, or on their shapes and dtypes.
 
-    One that runs eagerly is run instead, so that the user's code sees values.
+    An eager function is run instead, so that user code sees concrete values.
     """
     if runs_eagerly(function):
         values = function(*arguments)
         return Traced(shapes_of(values), False, math.inf, values)
-    # Over the shapes, since the arrays of a state are spread over the devices of a strategy.
+    # Only shapes: the arrays of a state may be spread over devices and processes.
     program, results = jax.make_jaxpr(function, return_shape=True)(*map(shapes_of, arguments))
     has_convolutions = holds(program, "conv_general_dilated")
     return Traced(results, has_convolutions, n_operations(program), program=program)
@@ -188,23 +187,19 @@ def trace(function: Function, *arguments: PyTree) -> Traced:
 
 @contextlib.contextmanager
 def streams_explained(owner: str, rngs: Sequence[str]) -> Iterator[None]:
-    """Explains where to name a random stream that a model needs and does not get.
-
-    Raises:
-      ValueError: in place of Flax's error, which is its cause.
-    """
+    """Explains where to name a missing random stream, in place of Flax's error."""
     try:
         yield
     except InvalidRngError as error:
         raise ValueError(
-            "The model needs a random stream that it does not get: "
+            "The model needs a random stream that was not supplied: "
             f"{error}\n{owner} supplies {list(rngs)}: add its name."
         ) from error
 
 
 @contextlib.contextmanager
 def _explained(task: TrainTask | EvalTask, batch: Batch) -> Iterator[None]:
-    """Explains the errors of a model or a loss that lacks random streams or targets."""
+    """Explains errors of a model or a loss that lacks random streams or targets."""
     owner, source = f"TrainTask(..., rngs={task.rngs})", "the data"
     if isinstance(task, EvalTask):
         owner = "EvalTask(..., rngs=...) or Model(..., eval_rngs=...)"
@@ -227,7 +222,7 @@ def _explained(task: TrainTask | EvalTask, batch: Batch) -> Iterator[None]:
 def _check_by_row(
     task: TrainTask | EvalTask, result: ForwardPass, batch: Batch, bind: Function
 ) -> None:
-    """Checks that the loss and the metrics compare each output with its own target, by row."""
+    """Checks that the loss and the metrics compare each output with its own target."""
     outputs, targets = result.outputs, batch.targets
     for name, metric in task.metrics.items():
         if metric.max_rows is None and any(
@@ -250,7 +245,7 @@ def _measured(metric: Any, weights: Array, *outputs_and_targets: PyTree) -> Sums
 
 
 def _check_loss(loss: Any, result: ForwardPass, batch: Batch, data: Batch | None) -> None:
-    """Checks the values of labels on the host, and that weights fit the loss."""
+    """Checks the values of labels on the host, and that a weighted loss is not a scalar."""
     if loss is not None:
         check_values(loss, result.outputs, data or batch)
     if result.values.ndim == 0 and batch.weights is not None:
@@ -261,7 +256,7 @@ def _check_loss(loss: Any, result: ForwardPass, batch: Batch, data: Batch | None
 
 
 def _check_data(task: TrainTask | EvalTask, batch: Batch, data: Batch | None) -> None:
-    """Checks the values of all data, or of the first batch if that is all there is."""
+    """Checks the values of all data, or of the first batch if `data` is None."""
     name = "The first batch" if data is None else "The data"
     check_weights_of(data or batch, name)
     if task.check_finite:
@@ -278,11 +273,7 @@ def check_weights_of(batch: Batch, name: str) -> None:
 
 
 def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
-    """Checks that no input or target is NaN or infinite; targets of weight 0 may be anything.
-
-    Raises:
-      ValueError: with the path of the array, how many of its rows are not finite, and the first.
-    """
+    """Checks that inputs, and targets of nonzero weight, are finite."""
     targets = (("target", *each) for each in targets_with_weights(loss, batch))
     for role, tree, weights in ("input", batch.inputs, None), *targets:
         for path, leaf in flat(tree).items():
@@ -291,13 +282,13 @@ def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
                 raise ValueError(
                     f"{name} holds NaN or infinite values: {role} {path!r}, {np.sum(bad):,} of "
                     f"{np.size(bad):,} rows, the first of them row {np.argmax(bad):,}. Clean the "
-                    "data, or replace the values (np.nan_to_num); check_finite=False of the task "
-                    "keeps values with a meaning, such as missing labels."
+                    "data, or replace the values (np.nan_to_num). If they have a meaning, such as "
+                    "a missing label, set check_finite=False in the task."
                 )
 
 
 def _rows_not_finite(leaf: Array, weights: Array | None) -> np.ndarray | bool:
-    """Marks the rows of an array that hold NaN or infinite values of a weight; False if none."""
+    """Returns a mask of the rows with weighted values that are not finite; False if none are."""
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return False
     with np.errstate(over="ignore", invalid="ignore"):

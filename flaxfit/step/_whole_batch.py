@@ -1,8 +1,8 @@
-"""The gradient of a loss that sees the whole batch, while the model computes one part at a time.
+"""The gradient of a loss of the whole batch, while the model computes one part at a time.
 
 L. Gao, Y. Zhang, J. Han, J. Callan, "Scaling Deep Contrastive Learning Batch Size under Memory
-Limited Setup", 2021: the outputs of all parts are computed first, then the derivative of the loss
-with respect to these, and the model is run again on each part for the gradient.
+Limited Setup", 2021: compute the outputs of all parts, then the derivatives of the loss with
+respect to them, then run the model again on each part and backpropagate these derivatives.
 """
 
 from typing import Any
@@ -47,9 +47,9 @@ def whole_batch_gradient(
     replicas: AnyReplicas,
     n: int,
 ) -> Gradient:
-    """The gradient of a loss over all outputs, as `accumulated_gradient` of one by example.
+    """Computes the gradient of a loss of all outputs; see `accumulated_gradient`.
 
-    In memory are the activations of one part, and the outputs of all.
+    Memory holds the activations of one part, and the outputs of all parts.
     """
     trained, scale = trained_params(task, state)
     parts = in_parts(batch, n)
@@ -64,6 +64,7 @@ def whole_batch_gradient(
             params = merge(trained, state.params)
             found, updates = apply_model(task, params, model_state, part, rngs_of(task.rngs, key))
             floats = _floats(in_float32(as_outputs(found)))
+            # The gradient of <outputs, dL/d(outputs)> is that of L, by the chain rule.
             total = sum((jnp.vdot(x, s) for x, s in zip(floats, slope, strict=True)), jnp.zeros(()))
             if (penalty := sum_of_penalties(None, updates)) is not None:
                 total += penalty / n
@@ -83,7 +84,7 @@ def whole_batch_gradient(
 def weight_of_whole_loss(
     task: TrainTask, state: TrainState, batch: Batch, key: jax.Array, replicas: AnyReplicas
 ) -> PyTree:
-    """As `weight_of_loss`, of a loss over all outputs."""
+    """As `weight_of_loss`, for a loss of all outputs."""
     n = count_parts(n_examples(batch), task.accumulate)
     if n == 1:
         return weight_of_loss(task, state, batch, key, replicas)
@@ -97,7 +98,7 @@ def weight_of_whole_loss(
 def _outputs_of(
     task: TrainTask, state: TrainState, parts: Batch, key: jax.Array
 ) -> tuple[tuple[PyTree, ...], PyTree]:
-    """The outputs of all parts, stacked, and the last model state."""
+    """Returns the outputs of all parts, stacked, and the last model state."""
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         rngs = rngs_of(task.rngs, key)
@@ -116,7 +117,7 @@ def _slopes(
     replicas: AnyReplicas,
     has_rows: PyTree,
 ) -> tuple[list[jax.Array], ForwardPass]:
-    """The derivatives of the loss with respect to the stacked outputs; and the results."""
+    """Returns the derivatives of the loss by the stacked outputs, and its forward pass."""
     leaves, structure = jax.tree.flatten(outputs)
 
     def loss(floats: list[jax.Array]) -> tuple[jax.Array, ForwardPass]:
@@ -133,7 +134,7 @@ def _slopes(
 def _which_have_rows(
     task: TrainTask, state: TrainState, batch: Batch, key: jax.Array
 ) -> tuple[PyTree, ...]:
-    """Which outputs of the model have an axis of examples."""
+    """Returns a mask of the model's outputs with an axis of examples."""
 
     def outputs_of(batch: Batch) -> PyTree:
         rngs = rngs_of(task.rngs, key)
@@ -143,10 +144,10 @@ def _which_have_rows(
 
 
 def _joined(stacked: PyTree, has_rows: PyTree) -> PyTree:
-    """Joins the outputs of all parts.
+    """Concatenates the outputs of all parts.
 
-    A float array without an axis of examples, such as a learned scale, is averaged, and of others
-    the first is taken.
+    Arrays without an axis of examples, such as a learned scale, are averaged if they are floats;
+    otherwise the first is taken.
     """
 
     def joined(x: jax.Array, has_axis: bool) -> jax.Array:

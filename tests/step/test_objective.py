@@ -226,7 +226,7 @@ def test_fit_and_evaluate_report_the_objective():
         (
             lambda a, b, r: (a(b.inputs[0])[:, 0], a(b.inputs[1])[:, 0]),
             ValueError,
-            "the objective returned would be the weights of the first",
+            "the objective returned is taken for weights",
         ),
         (
             lambda a, b, r: (a(b.inputs[0])[:, 0], {"x": 1.0}),

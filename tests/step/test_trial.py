@@ -98,7 +98,7 @@ def proof_of(function):
 
 
 def is_proven(function):
-    return proof_of(function).is_apart
+    return proof_of(function).is_independent
 
 
 def within_capacity(x):
@@ -116,8 +116,11 @@ def first_half(x):
 
 
 def test_all_rows_are_taken_where_operations_depend_on_their_number():
-    assert not proof_of(first_half).is_alike and not proof_of(limited).is_alike
-    assert not proof_of(within_capacity).is_alike and proof_of(KEEPING["product"]).is_alike
+    assert not proof_of(first_half).is_same_program and not proof_of(limited).is_same_program
+    assert (
+        not proof_of(within_capacity).is_same_program
+        and proof_of(KEEPING["product"]).is_same_program
+    )
     run = run_of(within_capacity)
     assert try_parts(run, (), Batch((X,)), 4) == "it"
     assert not try_parts(run_of(KEEPING["product"]), (), Batch((X,)), 4)

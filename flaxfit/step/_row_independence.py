@@ -1,4 +1,9 @@
-"""Proof that a program computes each row of a batch by itself, from its jaxprs for two sizes."""
+"""Proves that a program computes the rows of a batch independently, from jaxprs of two sizes.
+
+The proof is an abstract interpretation: each array gets a `Kind`, by one rule per primitive. It is
+sound because a rule answers only for a primitive and parameters that it knows; all else is
+unproven. It is not complete: an unproven program is tried on data instead.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,11 +21,11 @@ class Kind(NamedTuple):
     """How an array depends on the rows of the batch."""
 
     axis: int | None = None
-    """The axis of rows. Slice i depends on row i alone, neither on i nor on the number of rows."""
+    """The axis of rows: slice i depends on row i alone, not on i or on the number of rows."""
 
 
 FREE = Kind()
-"""It depends neither on the rows nor on their number."""
+"""The kind of an array that depends neither on the rows nor on their number."""
 Known: TypeAlias = Kind | None
 """None: unproven."""
 
@@ -47,7 +52,7 @@ _CONVOLUTION = (
 
 
 class OtherProgram(Exception):
-    """Raised where a program for another number of rows has other operations."""
+    """Raised if the programs for two numbers of rows differ in more than sizes."""
 
 
 def kinds_of_results(
@@ -55,21 +60,21 @@ def kinds_of_results(
 ) -> list[Known]:
     """Proves how the results of a program depend on rows.
 
-    An analysis of one trace cannot tell a size from a constant. Therefore the program is traced
-    for two numbers of rows: what differs between the two is a size.
+    In one trace, a dimension of n is indistinguishable from a constant n. Two traces differ
+    exactly in the numbers that depend on the number of rows.
 
     Args:
-      one: the closed jaxpr for n rows.
-      two: that for `factor * n` rows.
-      given: the kinds of its arguments.
+      one: the closed jaxpr for `n` rows.
+      two: the closed jaxpr for `factor * n` rows.
+      given: the kinds of the arguments.
       n: the number of rows in the first.
-      factor: how many times as many the second has.
+      factor: the ratio of the numbers of rows.
 
     Returns:
-      The kinds of its results. A primitive that is not listed here proves nothing.
+      The kinds of the results; None for those of unknown primitives.
 
     Raises:
-      OtherProgram: the two differ in more than sizes.
+      OtherProgram: the programs differ in more than sizes.
     """
     a, b = getattr(one, "jaxpr", one), getattr(two, "jaxpr", two)
     if len(a.eqns) != len(b.eqns) or len(a.outvars) != len(b.outvars):
@@ -86,10 +91,12 @@ def kinds_of_results(
             if isinstance(x, Literal) and isinstance(y, Literal) and _same(x.val, y.val):
                 return FREE
             is_whole = isinstance(x, Literal) and np.issubdtype(np.result_type(x.val), np.integer)
-            if is_whole or name in _COMPARISONS:  # Such as a capacity; others are such as 1 / n.
+            # A differing integer or bound, such as a capacity, makes another program. A differing
+            # factor, such as 1 / n, is merely unproven.
+            if is_whole or name in _COMPARISONS:
                 raise OtherProgram
             return None
-        if twins[x] is not y:
+        if twins[x] is not y:  # The operand comes from another equation: other data flow.
             raise OtherProgram
         return known.get(x)
 
@@ -105,20 +112,20 @@ def kinds_of_results(
         for variable, kind, shapes in zip(x.outvars, found, _shapes(x, y), strict=True):
             if (axes := _differing(*shapes, factor)) is None:
                 raise OtherProgram
-            # What a rule says of the axis has to be what the shapes say.
-            said = [] if kind is None or kind.axis is None else [kind.axis]
-            known[variable] = kind if axes == said else None
+            # The axis that a rule claims must be the one axis whose size differs.
+            claimed = [] if kind is None or kind.axis is None else [kind.axis]
+            known[variable] = kind if axes == claimed else None
     return [of(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
 
 
 class _Pair(NamedTuple):
-    """An equation in both programs, with the kinds of its operands."""
+    """One equation in both programs, with the kinds of its operands."""
 
     one: Any
     two: Any
     operands: list[Any]
     n: int
-    """The number of rows in the first."""
+    """The number of rows in the first program."""
     factor: int
 
     @property
@@ -127,17 +134,17 @@ class _Pair(NamedTuple):
 
     @property
     def axes(self) -> set[int]:
-        """The axes of rows of its operands."""
+        """The row axes of the operands."""
         return {each.axis for each in self.operands if each.axis is not None}
 
     @property
     def axis(self) -> int | None:
-        """The axis of rows of its first result; None: it has none, or differs otherwise."""
+        """The row axis of the first result; None if not exactly one axis differs."""
         axes = _differing(*next(iter(_shapes(self.one, self.two))), self.factor)
         return axes[0] if axes and len(axes) == 1 else None
 
     def agree(self, *names: str) -> bool:
-        """Whether parameters agree: those named, or all that hold no program."""
+        """Whether both equations have equal parameters of these names, or of all names."""
         one, two = self.one.params, self.two.params
         return all(_same(one.get(name), two.get(name)) for name in names or one)
 
@@ -154,7 +161,7 @@ def _results(pair: _Pair) -> list[Known]:
         if len(one) == len(two) == 1 and len(_invars(one[0])) == len(operands):
             return kinds_of_results(one[0], two[0], operands, pair.n, pair.factor)
         return pair.all(None)
-    if name == "random_bits":  # Rows that are drawn at random depend on no others.
+    if name == "random_bits":  # Independent rows, although another size draws other numbers.
         return pair.all(Kind(pair.axis) if operands == [FREE] else None)
     if not any(_differ(pair)) and all(each == FREE for each in operands):
         return pair.all(FREE if pair.agree() else None)
@@ -170,28 +177,28 @@ def _results(pair: _Pair) -> list[Known]:
         is_along = pair.axes & {*along} if isinstance(along, tuple) else along in pair.axes
         return pair.all(Kind(pair.axis) if pair.agree() and not is_along else None)
     rule, axis = _RULES.get(name), pair.axis
-    is_apart = rule is not None and axis is not None and rule(pair, axis)
-    return pair.all(Kind(axis) if is_apart else None)
+    keeps_rows = rule is not None and axis is not None and rule(pair, axis)
+    return pair.all(Kind(axis) if keeps_rows else None)
 
 
 def _differ(pair: _Pair) -> list[bool]:
-    """Whether each result has another shape for another number of rows."""
+    """Returns, by result, whether its shape differs between the programs."""
     return [one != two for one, two in _shapes(pair.one, pair.two)]
 
 
 def _broadcast(pair: _Pair, axis: int) -> bool:
     (kind, *_), to = pair.operands, pair.one.params["broadcast_dimensions"]
-    is_apart = kind == FREE or to[kind.axis] == axis
-    return is_apart and pair.agree("broadcast_dimensions")
+    keeps_rows = kind == FREE or to[kind.axis] == axis
+    return keeps_rows and pair.agree("broadcast_dimensions")
 
 
 def _reshaped(pair: _Pair, axis: int) -> bool:
-    """The rows stay in order: as many elements before their axis, and whole rows along it."""
+    """Whether rows keep their order: equal sizes before the axis, whole rows along it."""
     old, new = _shape(pair.one.invars[0]), _shape(pair.one.outvars[0])
     (kind, *_) = pair.operands
     if kind.axis is None or pair.one.params.get("dimensions") is not None:
         return False
-    # The rows are the outermost part of the axis, before as after, and none are joined.
+    # Splitting or merging axes is allowed as long as rows stay the outermost part of their axis.
     return math.prod(old[: kind.axis]) == math.prod(new[:axis]) and new[axis] % pair.n == 0
 
 
@@ -211,7 +218,7 @@ def _multiplied(pair: _Pair, axis: int) -> bool:
         return all(is_batched) and {
             beside.index(kind.axis) for kind, beside in zip(pair.operands, batched, strict=True)
         } == {axis}
-    # The other operand has no rows, so that only this one's axis is in the result.
+    # With rows in both operands, the product has two axes of rows: all pairs of rows.
     if sum(kind.axis is not None for kind in pair.operands) != 1:
         return False
     return axis >= before and all(
@@ -236,7 +243,7 @@ def _pooled(pair: _Pair, axis: int) -> bool:
 
 
 def _sliced(pair: _Pair, axis: int) -> bool:
-    """A slice of other axes: the row axis stays whole, and nothing else depends on its size."""
+    """Whether a slice keeps the whole row axis, and its other bounds agree."""
     one, two = (each.params for each in (pair.one, pair.two))
     if axis != pair.operands[0].axis:
         return False
@@ -251,7 +258,7 @@ def _sliced(pair: _Pair, axis: int) -> bool:
 
 
 def _windowed(pair: _Pair, axis: int) -> bool:
-    """A dynamic slice over the whole row axis."""
+    """Whether a dynamic slice keeps the whole row axis."""
     kind, *starts = pair.operands
     both = pair.one, pair.two
     is_whole = [_shape(each.invars[0])[axis] == _shape(each.outvars[0])[axis] for each in both]
@@ -259,7 +266,7 @@ def _windowed(pair: _Pair, axis: int) -> bool:
 
 
 def _gathered(pair: _Pair, axis: int) -> bool:
-    """Rows read from a table by indices in them, or in each row, or whole rows read alike."""
+    """Whether it reads a table by each row's indices, each row by its own, or all by the same."""
     numbers, (array, indices) = pair.one.params["dimension_numbers"], pair.operands
     names = "dimension_numbers", "mode", "fill_value", "indices_are_sorted", "unique_indices"
     sizes = [each.params["slice_sizes"] for each in (pair.one, pair.two)]
@@ -283,7 +290,7 @@ def _gathered(pair: _Pair, axis: int) -> bool:
 
 
 def _counted(pair: _Pair, axis: int) -> bool:
-    """Numbers along another axis than that of the rows."""
+    """Whether an iota counts along another axis than that of the rows."""
     return pair.agree("dimension", "dtype") and pair.one.params["dimension"] != axis
 
 
@@ -305,12 +312,12 @@ _RULES: dict[str, Callable[[_Pair, int], bool]] = {
 
 
 def _scanned(pair: _Pair) -> list[Known]:
-    """A loop over another axis than that of the rows, whose carry keeps its kind."""
+    """Returns the kinds of a scan over another axis, if the carry keeps its kinds."""
     bodies = [each.params["jaxpr"] for each in (pair.one, pair.two)]
     if not pair.agree("length", "reverse"):
         return pair.all(None)
-    # What is scanned over, and what is stacked, has an axis more outside than in the body. The
-    # parameters that say so differ between versions of JAX.
+    # Scanned inputs and stacked outputs have one axis more than in the body. They are recognized by
+    # this, since the parameters that count them differ between versions of JAX.
     n_over = _n_longer(pair.one.invars, _invars(bodies[0]))
     n_stacked = _n_longer(pair.one.outvars, bodies[0].jaxpr.outvars)
     n_before, n_carry = len(pair.operands) - n_over, len(pair.one.outvars) - n_stacked
@@ -318,6 +325,7 @@ def _scanned(pair: _Pair) -> list[Known]:
     given = [*pair.operands[:n_before], *over]
     found = kinds_of_results(bodies[0], bodies[1], given, pair.n, pair.factor)
     carry = pair.operands[n_before - n_carry : n_before]
+    # Induction over the iterations: the carry must leave the body as it entered.
     if None in given or found[:n_carry] != carry:
         return pair.all(None)
     return [*carry, *(_shifted(each, 1) for each in found[n_carry:])]
@@ -328,7 +336,7 @@ def _n_longer(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 
 def _shifted(kind: Known, by: int) -> Known:
-    """The kind of a slice along the first axis, or of a stack of such; None along the rows."""
+    """Returns the kind without (-1) or with (1) a first axis; None if rows were the first axis."""
     if kind is None or kind.axis is None:
         return kind
     return None if kind.axis + by < 0 else kind._replace(axis=kind.axis + by)
@@ -347,7 +355,7 @@ def _shape(variable: Any) -> Shape:
 
 
 def _differing(one: Shape, two: Shape, factor: int) -> list[int] | None:
-    """The axes along which the sizes differ; None if they are no sizes of such rows."""
+    """Returns the axes whose sizes differ; None if a size differs by another factor."""
     pairs = list(zip(one, two, strict=False))
     if len(one) != len(two) or any(b not in (a, factor * a) for a, b in pairs):
         return None
@@ -355,13 +363,13 @@ def _differing(one: Shape, two: Shape, factor: int) -> list[int] | None:
 
 
 def _same(one: Any, two: Any) -> bool:
-    """Whether two constants or parameters are equal; what cannot be compared is not."""
+    """Whether two constants or parameters are equal; False if they cannot be compared."""
     if one is two:
         return True
     if hasattr(one, "dtype"):
         try:
             a, b = np.asarray(one), np.asarray(two)
             return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-        except Exception:  # Keys of random streams have no values.
+        except Exception:  # Typed random keys have no NumPy values.
             return False
     return bool(type(one) is type(two) and one == two)
