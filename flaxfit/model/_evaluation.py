@@ -1,4 +1,4 @@
-"""Evaluation: what a model measures and predicts, over a data set or for one batch."""
+"""Evaluation: measures and predicts with a model, over a data set or one batch."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,12 +27,12 @@ class Evaluation(Persistence):
 
     @property
     def metrics_names(self) -> list[str]:
-        """The names of what `evaluate` returns, in its order: "loss", if there is one, first."""
+        """The names of the values of `evaluate`, in order: "loss" first, if there is one."""
         if self._names is not None:
             return list(self._names)
         task = self._evaluator.task
         has_loss = task.loss is not None or task.objective is not None
-        # Collected metrics follow those that are summed.
+        # Collected metrics come after summed ones.
         metrics = sorted(task.metrics, key=lambda name: task.metrics[name].max_rows is not None)
         return [*(["loss"] if has_loss else []), *metrics]
 
@@ -182,13 +182,13 @@ class Evaluation(Persistence):
     def _while_unchanged(
         self, found: Iterator[tuple[Batch, PyTree]], revision: object
     ) -> Iterator[tuple[Batch, PyTree]]:
-        """The items of an iterator that reads the current state, which a step donates."""
+        """Yields from an iterator that reads the current state, until a step donates that."""
         while True:
             if self._trainer.revision != revision:
                 raise RuntimeError(
                     "The model was trained or given other weights while its predictions were "
-                    "being read, which donates the weights to the step: read them first, "
-                    "list(model.predictions(x))."
+                    "being read, so the weights that they need are gone. Read all predictions "
+                    "first: list(model.predictions(x))."
                 )
             if (each := next(found, None)) is None:
                 return
@@ -205,7 +205,7 @@ class Evaluation(Persistence):
     ) -> Any:
         """Trains one step on one batch of any size; you can alternate it with `fit`.
 
-        It counts as a step, as in `fit`. An NNX instance receives the weights when a `fit` ends.
+        The step counts as in `fit`. An NNX instance receives the weights when a `fit` ends.
 
         >>> model.train_on_batch(x, y) < 0.1
         True
@@ -215,13 +215,13 @@ class Evaluation(Persistence):
           return_dict: whether to return a dict of all values of the step.
 
         Returns:
-          As in Keras: the loss, or a list of the loss and the metrics, of this batch alone. Metrics
-          of `metrics.collected` are nan in it.
+          As in Keras: the loss, or a list of the loss and the metrics, of this batch alone.
+          Collected metrics are nan.
         """
         self._follow_module()
         found = self._prepared(x, y, sample_weight)
         _n_examples(found, "train_on_batch")
-        if class_weight is not None:  # A batch may lack some of its labels.
+        if class_weight is not None:  # A single batch need not contain all labels.
             found = next(ClassWeightedStream(iter([found]), class_weight))
         numbers = self._trainer.step_on(normalize(self._trainer.task.roles(found))).scalars
         if return_dict:
@@ -262,7 +262,7 @@ class Evaluation(Persistence):
         return self.predict(x, _n_examples(self._inputs(x), "predict_on_batch"), 0)
 
     def _to_predict(self, x: Data, batch_size: int | None, **options: bool) -> tuple[Data, PyTree]:
-        """The data of `predict`, and the state to predict with."""
+        """Returns the data of `predict`, and the state to predict with."""
         self._follow_module()
         inputs = self._inputs(x)
         if isinstance(inputs, tuple):
@@ -280,7 +280,7 @@ class Evaluation(Persistence):
         return PassBar(label, min(known) if known else None, verbose)
 
     def _shown(self, callbacks: tuple[Any, ...], metrics: dict[str, Any]) -> dict[str, Any]:
-        """Calls callbacks with a checkpoint of these metrics; returns what they make of them."""
+        """Calls callbacks with a checkpoint of these metrics; returns its metrics afterwards."""
         callbacks = tuple(each for each in callbacks if not isinstance(each, Events))
         if not callbacks:
             return metrics
@@ -294,16 +294,16 @@ class Evaluation(Persistence):
             own.close()
 
     def _prepared(self, x: Data, y: PyTree, sample_weight: PyTree) -> Data:
-        """The arguments in the form of `prepare`."""
+        """Converts the arguments of `evaluate` by `prepare`."""
         outputs = self._trainer.task.outputs
         return prepare(self._columns(x, y), y, sample_weight, outputs=outputs)[0]
 
     def _inputs(self, x: Data) -> Data:
-        """The data of `predict` in the form of `prepare_inputs`, its columns taken by name."""
+        """Converts the data of `predict` by `prepare_inputs`, selecting columns by name."""
         return prepare_inputs(self._trainer.task.roles.of_data_set(x, has_targets=False))
 
     def _columns(self, data: Data, y: PyTree = None) -> Data:
-        """A mapping of arrays as a data set, its columns taken by name; other data unchanged."""
+        """Selects the columns of a mapping of arrays by name; returns other data unchanged."""
         return data if y is not None else self._trainer.task.roles.of_data_set(data)
 
 
@@ -311,19 +311,19 @@ _NEED_NO_LOOP = (CSVLogger, Events, JSONLogger, StopOnNaN, TensorBoardLogger)
 
 
 def _checked(owner: str, callbacks: Any) -> tuple[Any, ...]:
-    """The callbacks, which need no training loop."""
+    """Returns callbacks as a tuple; refuses those that need a training loop."""
     users = as_tuple(callbacks)
     for each in users:
         if hasattr(each, "attach") and not isinstance(each, _NEED_NO_LOOP):
             raise TypeError(
-                f"{owner} has no training loop that {type(each).__name__} could be attached to: "
-                "pass it to fit. Only functions of a checkpoint, Events and row loggers work here."
+                f"{owner} has no training loop to attach {type(each).__name__} to: pass it to fit. "
+                "Only functions of a checkpoint, Events and row loggers work here."
             )
     return users
 
 
 def _notify(callbacks: tuple[Any, ...], event: str, metrics: Mapping[str, Any]) -> None:
-    """Calls the functions of an event with the metrics that are numbers."""
+    """Calls the functions of an event with the scalar metrics."""
     logs = {name: float(value) for name, value in metrics.items() if display.is_scalar(value)}
     for each in callbacks:
         if isinstance(each, Events):
@@ -331,7 +331,7 @@ def _notify(callbacks: tuple[Any, ...], event: str, metrics: Mapping[str, Any]) 
 
 
 def _n_examples(data: Data, owner: str) -> int:
-    """The number of examples in one batch of arrays."""
+    """Returns the number of examples in one batch of arrays."""
     if not isinstance(data, tuple):
         raise TypeError(
             f"{owner} takes the arrays of one batch, got {type(data).__name__}: {data!r:.60}. "
@@ -341,7 +341,7 @@ def _n_examples(data: Data, owner: str) -> int:
 
 
 def _check_is_batch(inputs: PyTree, known: PyTree) -> None:
-    """Refuses a single example, whose first axis would be taken for that of the batch."""
+    """Refuses a single example, whose first axis would be taken for the batch axis."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(inputs)]
     if len(shapes) == 1 and shapes == [each.shape[1:] for each in jax.tree.leaves(known)]:
         raise ValueError(

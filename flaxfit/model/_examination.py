@@ -1,4 +1,4 @@
-"""Examination: what a model consists of, and which rates and batch sizes suit it."""
+"""Examination: describes a model, and finds learning rates and batch sizes that suit it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from flaxfit.tree import Data, PyTree, shapes_of
 
 
 class Examination(Evaluation):
-    """The part of `Model` that describes it, and tries steps on a copy of it."""
+    """The part of `Model` that describes it, and tests steps on a copy of it."""
 
     module: Any
 
     @short_errors
     def summary(self, x: Data = None) -> None:
-        """Prints the layers, the shapes of their outputs, their parameters and what is trained.
+        """Prints a table of layers: output shapes, parameters, and which are trained.
 
         >>> model.summary()
         Dense · 2 params
@@ -109,8 +109,8 @@ class Examination(Evaluation):
     ) -> int:
         """Returns the largest batch size whose training step fits the memory of a device.
 
-        Steps are compiled for one example per device, two, four and so on, and the compiler reports
-        their memory. None is run, so nothing can run out of memory.
+        It compiles steps for one, two, four and more examples per device, and reads the memory that
+        the compiler reports. No step is run, so nothing can run out of memory.
 
         >>> model.find_batch_size(x, y, limit=2**20, largest=4)
         4
@@ -166,10 +166,10 @@ def trial(
     *,
     of_arrays: int | None = None,
 ) -> Iterator[TrainLoop]:
-    """Yields a loop over a copy of the state; the position of the data is restored at the end.
+    """Yields a loop over a copy of the state; restores the position of the data at the end.
 
-    The order is random. `of_arrays` replaces the batch size for arrays. `owner` names the borrower
-    in the error for data that can be iterated only once.
+    The order is random; `of_arrays` replaces the batch size for arrays. `owner` is the name of the
+    caller, for the error about data that can be iterated only once.
     """
     x = trainer.task.roles.of_data_set(x) if y is None else x
     data, start = prepare(x, y, sample_weight)[0], trainer.starting_point

@@ -1,15 +1,15 @@
-"""The largest batch whose training step fits the memory of a device, by the compiler's plan."""
+"""Finds the largest batch whose step fits the memory of a device, as the compiler reports it."""
 
 import jax
 
 from flaxfit.loop import TrainLoop
 
 _USABLE = 0.9
-"""The usable part of a device's memory; prefetched batches and fragmentation take the rest."""
+"""The usable fraction of device memory; the rest is for prefetched batches and fragmentation."""
 
 
 def find_batch_size(loop: TrainLoop, *, limit: float | None, largest: int) -> int:
-    """Compiles steps of doubled batch sizes until one needs more than the limit; runs none."""
+    """Compiles steps, doubling the batch size until one exceeds the limit; runs none."""
     limit = _memory_of_a_device() if limit is None else limit
     n = loop.strategy.n_devices * loop.task.accumulate
     needed = loop.step_memory(n)
@@ -29,7 +29,7 @@ def _memory_of_a_device() -> float:
     known = [each["bytes_limit"] for each in stats if each.get("bytes_limit")]
     if not known:
         raise ValueError(
-            f"The backend {jax.default_backend()!r} does not tell how much memory a device has: "
+            f"The backend {jax.default_backend()!r} does not report how much memory a device has: "
             "pass limit=, in bytes."
         )
     return _USABLE * min(known)

@@ -11,11 +11,11 @@ from flaxfit.loop import EndOfData, TrainLoop
 from flaxfit.optim._hyperparams import learning_rates
 
 _SMOOTHING = 0.9
-"""The decay of the moving average of the losses, which is corrected for its start at 0."""
+"""The decay of the bias-corrected moving average of the losses."""
 _DIVERGED = 4.0
-"""The test ends when the loss is this many times its best."""
+"""The test ends when the loss exceeds its lowest value by this factor."""
 _MOST_SKIPPED = 40
-"""The steps in a row that may be skipped at one rate before the loss counts as diverged."""
+"""The number of skipped steps in a row after which the loss counts as diverged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,8 @@ def find_lr(loop: TrainLoop, *, lowest: float, highest: float, n_steps: int) -> 
     """
     if not learning_rates(loop.hyperparams):
         raise ValueError(
-            "find_lr cannot set the learning rate: this optimizer holds none that can be set. Make "
-            "it with flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3)."
+            "find_lr cannot set the learning rate of this optimizer. Make the optimizer with "
+            "flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3)."
         )
     rates: list[float] = []
     losses: list[float] = []
@@ -100,7 +100,7 @@ def find_lr(loop: TrainLoop, *, lowest: float, highest: float, n_steps: int) -> 
 
 
 def _loss(loop: TrainLoop) -> float:
-    """Trains a step that is not skipped, as float16 does until it finds its scale."""
+    """Trains until a step is not skipped: float16 skips steps until it has found its scale."""
     for _ in range(_MOST_SKIPPED):
         checkpoint = loop.next_step()
         if not checkpoint.metrics.get("skipped_steps"):
@@ -111,7 +111,7 @@ def _loss(loop: TrainLoop) -> float:
 def _suggest(rates: list[float], losses: list[float]) -> float:
     """Returns the rate at which the loss was halfway from its start to its lowest.
 
-    The loss falls about fastest there; its slope would follow the noise of single batches.
+    The loss falls about fastest there, and unlike the slope, this point is robust to noise.
     """
     lowest = int(np.argmin(losses))
     start = float(np.median(losses[: max(1, len(losses) // 10)]))

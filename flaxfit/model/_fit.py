@@ -1,4 +1,4 @@
-"""fit: the body of `Model.fit`, from its arguments to the history of the epochs."""
+"""fit: the body of `Model.fit`, from its arguments to its history."""
 
 import contextlib
 import math
@@ -33,7 +33,7 @@ def check_arguments(
     steps_per_execution: int | str,
     **numbers: int | None,
 ) -> None:
-    """Checks the numbers among the arguments of `Model.fit`."""
+    """Checks the numeric arguments of `Model.fit`."""
     if verbose not in ("auto", 0, 1, 2):
         raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
     whole_number("epochs", epochs)
@@ -67,7 +67,7 @@ def fit(
     checkpoint_dir: str | os.PathLike[str] | checkpoints.CheckpointFileWriter | None,
     resume: bool | str,
 ) -> History:
-    """Trains for a number of epochs on what `prepare` returned; see `Model.fit`."""
+    """Trains on data that `prepare` returned; see `Model.fit`."""
     trainer.check_trainable()
     is_validated = epochs_of(validation_freq)
     if validation_data is None:
@@ -152,12 +152,14 @@ def fit(
     first_step, end = loop.step, None
 
     def finish_writers() -> None:
-        # Without a length, a pass that was cut short is not distinguishable from a whole one.
+        # Without a known length, a pass that was cut short looks like a complete one.
         is_complete = not loop.stopped if end is None else loop.step >= end
         finish(every, history, trained=loop.step > first_step, complete=is_complete)
         if folder is not None:
             trainer.calls_done.add(folder.place)
 
+    # The stack unwinds in reverse: it reports an interrupt, closes the loop and its callbacks,
+    # finishes the writers if nothing failed, closes the data, and writes the NNX instance.
     with contextlib.ExitStack() as stack:
         instance = trainer.instance
         stack.enter_context(instance.fitting(is_watched=bool(users)))
@@ -167,7 +169,7 @@ def fit(
         stack.enter_context(loop)
         stack.push(lambda kind, error, where: _say_if_interrupted(error, loop, every, verbose))
         loop.fit_call, loop.callbacks = fit_call, every
-        # What `load` has read is the start of this model, not of an interrupted call.
+        # Without `saved`, `loop.start` comes from `Model.load`, not from an interrupted call.
         if saved is not None and loop.start is not None:
             trainer.n_epochs = first_epoch_of_data + len(history.steps)
             if bar is not None:
@@ -178,7 +180,7 @@ def fit(
             return history
         end = loop.first_checkpoint + (n_left - 1) * n_steps
         for checkpoint in loop.run_until(end, copy=False):
-            del checkpoint  # A copy that a callback was given is not to be held while training.
+            del checkpoint  # Free the callback's copy before the next step.
             trainer.n_epochs += 1
             is_first, is_unknown = is_unknown and len(history.steps) == 1, False
             if is_first and getattr(loop.data, "epoch", 0) > first_epoch_of_data:
@@ -195,7 +197,7 @@ def fit(
 
 
 def _refuse_unused(**options: Any) -> None:
-    """Refuses what was given of validation, where there is nothing to validate on."""
+    """Refuses validation options without validation data."""
     given = [f"{name}={value!r:.60}" for name, value in options.items() if value is not None]
     if given:
         raise ValueError(
@@ -207,7 +209,7 @@ def _refuse_unused(**options: Any) -> None:
 def _say_if_interrupted(
     error: BaseException | None, loop: TrainLoop, callbacks: list[Any], verbose: int | str
 ) -> None:
-    """Says in one line, in place of a traceback, where an interrupt has ended training."""
+    """Prints where an interrupt ended training, in one line instead of a traceback."""
     if not isinstance(error, KeyboardInterrupt):
         return
     for each in callbacks:
@@ -220,7 +222,7 @@ def _say_if_interrupted(
 
 
 def _say_if_longer(stream: DataStream, steps_per_epoch: int | None) -> None:
-    """Says that an epoch is longer than a pass over the data, which begins again."""
+    """Prints a notice if an epoch is longer than a pass over the data."""
     n = None if steps_per_epoch is None else known_length(stream)
     if steps_per_epoch and n is not None and n < steps_per_epoch:
         display.say(
@@ -242,14 +244,14 @@ def _train_passes(trainer: Trainer, loop: TrainLoop, epochs: int) -> None:
                     f"The data ended after {n_done} of {epochs} epochs: give data that can be "
                     "passed over again, such as a list, a loader or a callable."
                 ) from None
-            was_empty = True  # A run may be resumed from the very end of a pass.
+            was_empty = True  # Allowed once: a run may resume at the very end of a pass.
         else:
             n_done, was_empty = n_done + 1, False
             trainer.n_epochs += 1
             if loop.stopped:
                 return
         if n_done < epochs:
-            loop.data = loop.data  # Which starts another pass.
+            loop.data = loop.data  # The assignment starts another pass.
 
 
 def _first_lines(

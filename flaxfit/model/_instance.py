@@ -1,4 +1,4 @@
-"""The NNX instance that a model was made of: what `fit` writes into it, and what users change."""
+"""Instance: writes weights into the NNX instance of a model, and follows the user's changes."""
 
 import contextlib
 import weakref
@@ -13,13 +13,13 @@ from flaxfit.modules._switch import handle_of
 from flaxfit.tree import Function, Variables, flat
 
 _OWNERS: weakref.WeakValueDictionary[int, "Instance"] = weakref.WeakValueDictionary()
-"""By the `id` of an NNX instance, the `Instance` of the latest model made of it."""
+"""By the `id` of an NNX instance, the `Instance` of the latest model made from it."""
 
 
 class Instance:
-    """Writes weights into the NNX instance of an `apply`, and watches what users change in it.
+    """Writes weights into the NNX instance of an `apply`, and detects changes by the user.
 
-    Without an instance it does nothing.
+    It does nothing if the `apply` has no instance.
 
     Args:
       apply: the `apply` of the task.
@@ -29,7 +29,7 @@ class Instance:
     def __init__(self, apply: Function, name: str):
         self._name = name
         self._written: list[Any] | None = None
-        """The arrays that the last `fit` has written."""
+        """The arrays that the last `fit` wrote."""
         self._attributes: Any = None
         self._is_fitting = False
         self.follow(apply)
@@ -37,7 +37,7 @@ class Instance:
             self._watch(self._handle.module())
 
     def _watch(self, module: Any) -> None:
-        """Watches the instance; says that its weights will be those of the model fitted last."""
+        """Watches an instance; prints a notice if another model has it as its module."""
         from flaxfit.modules._nnx_attributes import Attributes
 
         self._attributes = Attributes(module)
@@ -54,8 +54,8 @@ class Instance:
         """Writes the variables after a `fit`.
 
         Args:
-          variables: returns them.
-          error: what has ended the `fit`; another error does not replace it.
+          variables: returns the variables.
+          error: the error that ended the `fit`, which a further error must not replace.
         """
         if self._handle is None or self._handle.assign is None:
             return
@@ -63,29 +63,29 @@ class Instance:
             self._written = self._handle.assign(variables())
         except Exception:
             if error is None:
-                raise  # Else the step has failed with the arrays that it was given.
+                raise  # With `error`, a failed step may have consumed the donated weights.
 
     def is_changed(self) -> bool:
-        """Whether its attributes were changed since the last `follow`, or at first.
+        """Whether attributes were changed since the last `follow`.
 
         Raises:
-          ValueError: they were, and a `fit` is running.
+          ValueError: they were changed during a `fit`.
         """
         if self._attributes is not None and self._attributes.were_changed():
             self._is_changed = True
         if self._is_changed and self._is_fitting:
             raise ValueError(
-                f"The attributes of this {self._name} were changed during fit, whose programs "
-                "cannot follow: change them between two calls of the model."
+                f"The attributes of this {self._name} were changed during fit, which runs programs "
+                "compiled before the change: change attributes between calls of the model."
             )
         return self._is_changed
 
     @contextlib.contextmanager
     def fitting(self, *, is_watched: bool) -> Iterator[None]:
-        """Marks that a `fit` is running; says at its end that it did not follow changes.
+        """Marks that a `fit` is running; prints at its end if it ignored changes.
 
         Args:
-          is_watched: whether there is code of the user's that may change attributes.
+          is_watched: whether user code, which may change attributes, runs during the `fit`.
         """
         self._is_fitting = True
         try:
@@ -102,7 +102,7 @@ class Instance:
         """Checks that the instance has the same variables as the model.
 
         Args:
-          init: returns those of the instance.
+          init: returns the variables of the instance.
           variables: the variables of the model.
 
         Raises:
@@ -118,18 +118,18 @@ class Instance:
         if differing:
             listed = (f"{p}: {own.get(p, 'none')}, now {now.get(p, 'none')}" for p in differing[:5])
             raise ValueError(
-                f"The variables of this {self._name} are no longer those of the Model "
+                f"The variables of this {self._name} no longer match the Model "
                 f"({'; '.join(listed)}): undo the change, or make another Model of the instance."
             )
 
     def follow(self, apply: Function) -> None:
-        """Continues with a new `apply` of the instance as it is."""
+        """Switches to a new `apply`, made of the changed instance."""
         handle = handle_of(apply)
         self._handle = None if handle is None or handle.assign is None else handle
         self._is_changed = False
 
     def note_changes(self) -> None:
-        """Says that changes of the weights since the last `fit` have no effect."""
+        """Prints a notice if weights were changed since the last `fit`, which has no effect."""
         if self._written is None or self._attributes is None:
             return
         if not {*map(id, self._written)} <= {*map(id, self._attributes.arrays())}:

@@ -1,4 +1,4 @@
-"""Model: fit, evaluate and predict. It forwards to the loop and decides nothing."""
+"""Model: fit, evaluate and predict, which forward to the loop."""
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence

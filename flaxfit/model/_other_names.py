@@ -1,4 +1,4 @@
-"""What other libraries call the parts of a model, and what to use in their place."""
+"""Answers names from other libraries with their counterparts in flaxfit."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ _METHODS: Mapping[str, str] = {
     "compute_loss": _LOSS,
     "configure_optimizers": "pass an optimizer, such as optax.adam(schedule)",
 }
-"""What the models of other libraries override."""
+"""The methods that models of other libraries override."""
 
 _BUILT = "build(x) or the first data makes the parameters, and compile is not needed"
 
@@ -85,7 +85,7 @@ _SET_ELSEWHERE = _OPTIONS | {"callbacks", "class_weight", "lr", "learning_rate"}
 
 
 class AnswersOtherNames:
-    """Answers the names of other libraries with what to use in their place."""
+    """Raises errors for names from other libraries that name their counterparts."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -113,13 +113,13 @@ def _refuse(self: object, name: str) -> NoReturn:
 
 
 def _set(self: object, name: str, value: Any) -> None:
-    # A subclass of the user's may keep what it was given.
+    # A user's subclass may store its own arguments under these names.
     may_keep = name in _SET_ELSEWHERE and not type(self).__module__.startswith("flaxfit.")
     if name in _ADVICE and not hasattr(type(self), name) and not may_keep:
         _refuse(self, name)
     object.__setattr__(self, name, value)
 
 
-# In the class, they would tell type checkers that a model has any attribute.
+# Set from outside, since methods in the class would let type checkers accept any attribute.
 setattr(AnswersOtherNames, "__getattr__", _refuse)  # noqa: B010
 setattr(AnswersOtherNames, "__setattr__", _set)  # noqa: B010

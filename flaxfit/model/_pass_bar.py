@@ -1,4 +1,4 @@
-"""PassBar: shows how far `evaluate` or `predict` has come, and how it ended."""
+"""PassBar: shows the progress and the result of `evaluate` or `predict`."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,14 +10,14 @@ from flaxfit.callbacks._progress import SECONDS_BETWEEN_REFRESHES
 
 
 class PassBar:
-    """Counts the batches of one pass, and draws a bar where that can be redrawn.
+    """Counts the batches of one pass, and draws a bar on a terminal or in a notebook.
 
     Args:
-      label: what is done, such as "Evaluate".
+      label: the name of the pass, such as "Evaluate".
       total: the number of batches; None: unknown.
       verbose: "auto": a bar, if the pass takes longer than half a second; 1: also a line at the
         end; 2: only that line; 0: nothing.
-      clock: gives the time in seconds.
+      clock: returns the time in seconds.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PassBar:
         self._bar: Bar | None = None
 
     def __call__(self, n: int) -> None:
-        """Notes that `n` batches are done, and draws the bar if that is due."""
+        """Updates the number of completed batches, and redraws the bar if that is due."""
         self.n = n
         if not self._is_live:
             return
@@ -50,7 +50,7 @@ class PassBar:
         self._first = self._first or (n, now)
         if now < self._next_refresh:
             return
-        if self._bar is None:  # A bar without an end has no truth value.
+        if self._bar is None:  # Not `or`: a bar without a total has no truth value.
             self._bar = new_bar(self._stream, self._total)
         (before, since), speed = self._first, None
         if n > before:
@@ -59,7 +59,7 @@ class PassBar:
         self._next_refresh = self._clock() + SECONDS_BETWEEN_REFRESHES
 
     def finish(self, metrics: Mapping[str, float]) -> None:
-        """Writes the line at the end, and says if there were fewer batches than were asked for."""
+        """Writes the final line, and a notice if there were fewer batches than expected."""
         if self._total is not None and self.n < self._total:
             display.say(f"the data ended after {self.n:,} of {self._total:,} steps")
         if self._has_line:

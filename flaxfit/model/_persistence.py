@@ -1,4 +1,4 @@
-"""Persistence: the state of a model, and how it goes to files and comes from them."""
+"""Persistence: saves, loads and exports the state of a model."""
 
 import math
 import os
@@ -53,7 +53,7 @@ class Persistence(Programs):
         self._trainer.state = state
 
     def count_params(self) -> int:
-        """The number of all weights: the parameters, frozen or not, and other collections.
+        """Returns the number of elements of all weights: parameters and other collections.
 
         >>> model.count_params()
         2
@@ -73,9 +73,9 @@ class Persistence(Programs):
 
     @short_errors
     def set_weights(self, weights: Sequence[ArrayLike]) -> None:
-        """Replaces the weights by a list as `get_weights` returns it.
+        """Replaces the weights by a list in the order of `get_weights`.
 
-        The optimizer's state is initialized again, as by `load_weights`.
+        It reinitializes the optimizer state, as `load_weights` does.
 
         >>> model.set_weights(model.get_weights())
 
@@ -139,7 +139,7 @@ class Persistence(Programs):
     def load(self, folder: str | os.PathLike[str], *, which: str | int = "latest") -> None:
         """Loads the training state of a checkpoint; a later `fit` continues from it.
 
-        Companions that the checkpoint holds take the place of those of the model.
+        If the checkpoint holds companions, they replace those of the model.
 
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
@@ -180,9 +180,9 @@ class Persistence(Programs):
     ) -> None:
         """Loads weights from a file and reinitializes the optimizer state.
 
-        Weights that are not in the file stay as they were trained or loaded before. The file is
-        opened at once. If the model has no state, it is compared with the model by the first `fit`,
-        `predict` or `evaluate`, whose inputs determine the shapes.
+        Weights that are not in the file keep their present values. The file is opened at once, but
+        a model without a state is compared with it only by the first `fit`, `predict` or
+        `evaluate`, whose inputs determine the shapes.
 
         >>> import tempfile
         >>> path = tempfile.mkdtemp() + "/weights.safetensors"
@@ -190,20 +190,20 @@ class Persistence(Programs):
         >>> model.load_weights(path)
 
         Args:
-          path: a file of `save_weights`, a folder of checkpoints, whose newest one is read, or any
+          path: a file of `save_weights`, a folder of checkpoints (the newest one is read), or any
             file that `flaxfit.importers.load` reads. Names that begin with a collection
             ("params/...", "batch_stats/...") address all variables; other names address parameters
             only.
-          partial: patterns of the paths to load ("encoder/.*"), or NNX filters; the others stay as
-            they are.
+          partial: patterns of the paths to load ("encoder/.*"), or NNX filters; other variables
+            keep their values.
           translator: a `CheckpointTranslator` from the names of the file to those of the model.
-          prefix: the part of the model to load ("encoder"); the others stay as they are.
+          prefix: the part of the model to load ("encoder"); other parts keep their values.
           **opts: options of the translator's rules.
 
         Raises:
           FileNotFoundError: the file does not exist.
-          ValueError: the file is damaged, or the rules do not fit it; or the weights do not fit
-            this model: every difference is listed.
+          ValueError: the file is damaged, the rules do not fit it, or the weights do not fit this
+            model; the message lists every difference.
         """
         if partial is not None:
             apply = self._trainer.task.apply
@@ -225,7 +225,7 @@ class Persistence(Programs):
     ) -> Any:
         """Writes the model, in evaluation mode, as a file that runs without its code.
 
-        The file is read again and compared with the model.
+        It then reads the file and compares its results with the model's.
 
         >>> import tempfile
         >>> report = model.export(tempfile.mkdtemp() + "/model")
@@ -244,7 +244,7 @@ class Persistence(Programs):
         Returns:
           The size of the file, and its largest difference from the model.
         """
-        from flaxfit import export  # Not before it is used: `import flaxfit` stays quick.
+        from flaxfit import export  # Imported on use, to keep `import flaxfit` quick.
         from flaxfit.export._spec import example
 
         self._follow_module()
@@ -264,6 +264,6 @@ class Persistence(Programs):
     def __reduce__(self) -> str:
         raise TypeError(
             "Cannot copy or pickle a Model: it holds compiled programs and a loop. Use "
-            "save(folder) and load(folder) of a new Model, or save_weights and load_weights; "
+            "save(folder), and load(folder) on a new Model, or save_weights and load_weights; "
             "model.state is a copy of the training state."
         )

@@ -1,4 +1,4 @@
-"""Programs: the tasks and loops of a model, and how they follow changes of its NNX instance."""
+"""Programs: holds the tasks and loops of a model, and remakes them if its module changed."""
 
 from flaxfit.loop import EvalLoop, Predictor
 from flaxfit.model._tasks import Recipe
@@ -7,27 +7,27 @@ from flaxfit.task import EvalTask
 
 
 class Programs:
-    """The part of `Model` that holds what runs its module."""
+    """The part of `Model` that holds its trainer, evaluator and predictor."""
 
     _recipe: Recipe
     _trainer: Trainer
     _evaluator: EvalLoop
     _predictor: Predictor
     _names: list[str] | None
-    """The names of what was measured last."""
+    """The names of the latest measurement."""
 
     def _hold(self, eval_task: EvalTask) -> None:
-        """Measures and predicts with this task from now on."""
+        """Switches evaluation and prediction to a task."""
         self._trainer.lacks = self._recipe.lacks
         self._evaluator = EvalLoop(eval_task, strategy=self._trainer.strategy)
         self._predictor = Predictor(eval_task)
         self._names = None
 
     def _follow_module(self) -> None:
-        """Makes all programs again if attributes of the NNX instance were changed.
+        """Remakes all tasks and loops if attributes of the NNX instance were changed.
 
         Raises:
-          ValueError: the instance has other variables now, or a `fit` is running.
+          ValueError: the variables of the instance were changed, or a `fit` is running.
         """
         instance = self._trainer.instance
         if instance.is_changed():

@@ -1,4 +1,4 @@
-"""RunFolder: the folder in which `fit` saves each epoch and finds an interrupted run."""
+"""RunFolder: the folder where `fit` saves epochs and finds an interrupted run."""
 
 import dataclasses
 import math
@@ -22,9 +22,9 @@ from flaxfit.tree import owner_of
 def finish(
     callbacks: Sequence[Callback], history: History, *, trained: bool, complete: bool
 ) -> None:
-    """Ends a call of `fit` that has not failed, for the writers among its callbacks.
+    """Tells the writers among the callbacks of `fit` that it ended, and whether it succeeded.
 
-    It succeeded if it trained, to its last step or until an `EarlyStopping`, with a finite loss.
+    It succeeded if it trained to its last step, or until an `EarlyStopping`, with a finite loss.
     """
     owners = [owner_of(each) for each in callbacks]
     is_ended = any(isinstance(each, EarlyStopping) and each.has_stopped for each in owners)
@@ -36,10 +36,10 @@ def finish(
 
 
 class RunFolder(CheckpointFileReader):
-    """Reads the newest checkpoint of a folder, which is to be of the call of `fit` that it is for.
+    """Reads the newest checkpoint of a folder, and checks that it belongs to this call of `fit`.
 
-    Checkpoints that do not say where their call began, of loops and of older versions, count as
-    those of a call that began at step 0.
+    A checkpoint that does not record where its call began (of a loop or an older version) counts as
+    one of a call that began at step 0.
 
     Args:
       folder: the folder or the writer.
@@ -57,17 +57,17 @@ class RunFolder(CheckpointFileReader):
     ):
         if resume not in ("auto", True, False):
             raise ValueError(f"resume must be 'auto', True or False, got {resume!r}.")
-        # First of all: a writer completes a replacement that a killed process has begun.
+        # First: creating a writer completes a replacement that a killed process left unfinished.
         is_writer = isinstance(folder, CheckpointFileWriter)
         self.writer = folder if is_writer else CheckpointFileWriter(folder)
         folder, step, is_fresh = self.writer.output_dir, trainer.step, trainer.is_fresh
-        # Of a trained model only the shapes are needed: there is a checkpoint.
+        # A trained model provides shapes only: the checkpoint provides the values.
         start = trainer.starting_point
         super().__init__(folder, start.init if is_fresh else start.fresh)
         self._first_step, self._epochs = step, epochs
         self._name = name = repr(os.fspath(folder))
         self.place = os.path.realpath(folder), step
-        """The folder, links resolved, and the step of the model."""
+        """The folder with links resolved, and the step of the model."""
         steps = list_steps(folder)
         if resume is False and (held := sorted(entry.name for entry in folder.iterdir())):
             raise ValueError(
@@ -78,14 +78,14 @@ class RunFolder(CheckpointFileReader):
         began = None if history is None else history.get("first_step") or 0
         if is_fresh and began not in (None, step):
             raise ValueError(
-                f"Cannot resume in {name}: this model is at step {step:,}, and the newest "
+                f"Cannot resume in {name}: this model is at step {step:,}, but the newest "
                 f"checkpoint there is of a call of fit that began at step {began:,}. Run the "
                 "earlier calls first, with a folder of their own; or call model.load("
                 f"{name}), to continue from that checkpoint."
             )
-        # Damage is reported by the reader.
+        # Damaged files are reported by the reader.
         self.resumes = is_fresh or began == step
-        """Whether there may be a checkpoint to resume from: a trained model may begin a call."""
+        """Whether there may be a checkpoint to resume from; otherwise the call starts here."""
         if resume is True and not (self.resumes and steps):
             raise FileNotFoundError(
                 f"resume=True, but {name} holds no checkpoint of a call of fit that began at step "
@@ -110,7 +110,8 @@ class RunFolder(CheckpointFileReader):
         n_done = history.get("initial_epoch", 0) + len(history.get("steps", ()))
         if n_done < self._epochs and not found.stop:
             return found
-        return dataclasses.replace(found, data_state=None)  # Data that is not read may be shorter.
+        # The run is complete and reads no data, which may be shorter now than the saved position.
+        return dataclasses.replace(found, data_state=None)
 
     def epochs_left(
         self,
@@ -120,11 +121,10 @@ class RunFolder(CheckpointFileReader):
         initial_epoch: int,
         n_steps: int | None,
     ) -> int:
-        """Returns how many epochs a resumed call has left.
+        """Returns the number of epochs that a resumed call has left.
 
         Raises:
-          ValueError: the saved epochs had another number of steps, or began at another epoch; it
-            names both numbers.
+          ValueError: the saved epochs had another number of steps, or began at another epoch.
         """
         if history.initial_epoch != initial_epoch:
             raise ValueError(
@@ -146,7 +146,7 @@ class RunFolder(CheckpointFileReader):
         elif loop.stopped:
             states = [s for s in loop.start.callback_states.values() if isinstance(s, dict)]
             reasons = (f", as {line}" for each in states for line in each.get("endings", ()))
-            # Even with verbose=0: less is trained than was asked for.
+            # Printed even with verbose=0, since fewer epochs are trained than requested.
             display.say(
                 f"this run is complete: a callback ended it after {n_done} of {epochs} epochs"
                 f"{''.join(reasons)}. To train on, call model.load({self._name}) and fit("

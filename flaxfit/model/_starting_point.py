@@ -1,4 +1,4 @@
-"""StartingPoint: what a model trains from while it has no loop: made, loaded, or continued."""
+"""StartingPoint: the state of a model before it has a loop: fresh, loaded, or continued."""
 
 import contextlib
 import dataclasses
@@ -27,12 +27,12 @@ from flaxfit.tree import InitFn, PyTree, shapes_of, without_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """Gives a loop the state of a loaded checkpoint, without its history, position and callbacks.
+    """A reader for a loop: the state of a checkpoint, without history, position and callbacks.
 
     Args:
       target: the `init` of the model.
       found: the checkpoint.
-      loaded: its state, of nested dicts until `compile` needs its types.
+      loaded: its state, as nested dicts until `compile` needs the optimizer's types.
     """
 
     target: InitFn
@@ -40,7 +40,7 @@ class Loaded:
     loaded: TrainState
 
     def read(self, template: TrainState) -> checkpoints.CheckpointFile:
-        """Returns the checkpoint with the types of the template; a misfit is a ValueError."""
+        """Returns the checkpoint with the types of the template; a mismatch is a ValueError."""
         state, path = self._fill(template), self.found.path
         return checkpoints.CheckpointFile(step=self.found.step, state=state, metrics={}, path=path)
 
@@ -50,7 +50,7 @@ class Loaded:
         return unflatten(leaves_of(self.loaded), template)
 
     def typed(self, task: TrainTask) -> TrainState | None:
-        """Returns the state for the optimizer of a task; None if it is of another one."""
+        """Returns the state with the types of a task's optimizer; None if it does not fit."""
 
         def template(optimizer: optax.GradientTransformation) -> PyTree:
             return jax.eval_shape(lambda: self.loaded.replace_optimizer(optimizer))
@@ -65,13 +65,13 @@ Init = InitFn | TrainState | checkpoints.CheckpointFileReader | Loaded
 
 
 class StartingPoint:
-    """The task, the seed, and the parameters that the next loop of a model begins with.
+    """The task, the seed and the state that the next loop of a model starts from.
 
-    Its state is read and replaced as that of a `TrainLoop`, by members of the same names.
+    The members that read and replace its state are named as those of a `TrainLoop`.
 
     Args:
-      fresh: returns the variables of a model that was given none.
-      task: what to train.
+      fresh: the `init` of the model, which returns fresh variables.
+      task: the task to train.
       strategy: where arrays live.
       seed: the seed of fresh parameters and of the run.
     """
@@ -79,14 +79,14 @@ class StartingPoint:
     def __init__(self, fresh: InitFn, task: TrainTask, strategy: Strategy, seed: int):
         self.fresh, self.task, self.seed = fresh, task, seed
         self.is_continued = False
-        """Whether it was loaded by `load` or comes from a loop: no saved run takes its place."""
+        """Whether it was loaded by `load` or comes from a loop: no saved run replaces it."""
         self.input_shapes: PyTree = None
-        """The shapes and dtypes of the inputs that made the parameters; None before."""
+        """The shapes and dtypes of the inputs used for initialization; None before that."""
         self.revision = 0
-        """How often a state was given."""
+        """The number of times that a state was set."""
         self._strategy = strategy
         self._given: WarmStart | Loaded | TrainState | None = None
-        """The weights of files, or a state, that take the place of fresh parameters."""
+        """The weights of files, or a state, that replace fresh parameters."""
         self._placed: PlacedCompanions | None = None
         """The companions of the task, or of a loaded checkpoint."""
         self._unchecked: str | os.PathLike[str] | None = None
@@ -99,12 +99,12 @@ class StartingPoint:
 
     @property
     def known(self) -> TrainState | None:
-        """The state that was given or read, if any; that of a file may lack the optimizer's."""
+        """The given or loaded state, if any; the state of a file may lack an optimizer state."""
         return self._given if isinstance(self._given, TrainState | None) else self._given.loaded
 
     @property
     def has_state(self) -> bool:
-        """Whether there is a state, of which weights are a part."""
+        """Whether there is a full state, not only weights."""
         return isinstance(self._given, Loaded | TrainState)
 
     @property
@@ -137,8 +137,8 @@ class StartingPoint:
             "This model has no weights yet: call build(x), fit, evaluate, predict or load before "
             "save or state."
             if self._given is None
-            else "The shapes that the loaded weights have to fit are not known yet: call predict, "
-            "evaluate or fit before save or state."
+            else "The shapes of the model, which the loaded weights must fit, are not known yet: "
+            "call predict, evaluate or fit before save or state."
         )
 
     @property
@@ -147,12 +147,12 @@ class StartingPoint:
         return self._placed
 
     def restore(self, state: TrainState) -> None:
-        """Begins with another state."""
+        """Starts from another state."""
         self._given = state
         self.revision += 1
 
     def load(self, found: checkpoints.CheckpointFile, folder: str | os.PathLike[str]) -> None:
-        """Begins with the state of a checkpoint, and with companions that it holds."""
+        """Starts from the state of a checkpoint, and from its companions if it has any."""
         placed = PlacedCompanions(self.task, self._strategy)
         placed.restore(found.companions)
         self.restore(found.state)
@@ -162,7 +162,7 @@ class StartingPoint:
         self.task = with_late(self.task, from_json((found.running or {}).get("late", ())))
 
     def add_weights(self, load: Load, loaded: TrainState | None) -> None:
-        """Puts weights of a file into fresh parameters; `loaded` is as in `WarmStart`."""
+        """Loads weights of a file into fresh parameters; `loaded` is as in `WarmStart`."""
         warm = self._given if isinstance(self._given, WarmStart) else WarmStart(self.fresh)
         self._given = warm.then(load, loaded)
 
@@ -193,11 +193,12 @@ class StartingPoint:
     def continue_with(
         self, task: TrainTask, loop: TrainLoop | None, *, is_same: bool, quiet: bool
     ) -> None:
-        """Begins with another task of the same model, from the state of a loop if there is one."""
+        """Switches to another task of the same model, keeping the state of a loop if given."""
         given = state = self._given if loop is None else loop.state
         if isinstance(given, Loaded):
             state = given.typed(self.task) or given.typed(task)
-            # The loop refuses what fits neither, unless the optimizer is a new one.
+            # A state that fits neither is left to the loop, which refuses it; a new optimizer
+            # takes at least its weights.
             state = state or (None if is_same else given.loaded)
         if isinstance(state, TrainState):
             state, late = continued(state, task, is_same=is_same, quiet=quiet)
@@ -213,23 +214,23 @@ class StartingPoint:
         self.task = task
 
     def release(self) -> None:
-        """Releases the state, once a loop has begun with its own copy."""
+        """Releases the state, once a loop has its own copy."""
         self._given = self._placed = self._unchecked = None
 
 
 def continued(
     state: TrainState, task: TrainTask, *, is_same: bool, quiet: bool = False
 ) -> tuple[TrainState, Late]:
-    """Returns a state for the optimizer of a task, which is another one or has other options.
+    """Converts a state to the optimizer of a task, which may be another one or have new options.
 
-    Also returns the parameters that were unfrozen later. Says what of the optimizer's state is
-    kept, unless nothing was trained.
+    Also returns the parameters that were unfrozen after the first update. Prints whether the
+    optimizer state was kept, unless no step was trained.
 
     Args:
       state: the present state.
       task: the task to continue with.
-      is_same: whether the user's optimizer is the one of the state, whose hyperparameters stay.
-      quiet: whether to say nothing: only `freeze` was set, which keeps all that it can.
+      is_same: whether the user's optimizer is that of the state: its hyperparameters stay.
+      quiet: whether to print nothing, because only `freeze` was set.
     """
     optimizer = task.optimizer
     if task.step is None:  # The rate of a plain optimizer may have been moved into the state.

@@ -1,4 +1,4 @@
-"""The streams of batches that `fit`, `evaluate` and `predict` read."""
+"""Makes the streams of batches for `fit`, `evaluate` and `predict`."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -31,13 +31,13 @@ def training_stream(
     class_weight: Mapping[int, float] | str | None = None,
     form: Callable[[PyTree], PyTree] = NO_ROLES,
 ) -> DataStream:
-    """Returns the stream of `fit` over what `prepare` returned, after `n_before` epochs.
+    """Returns the stream of `fit` over prepared data, starting after `n_before` epochs.
 
-    With `steps_per_epoch` the data is repeated as often as needed. The `class_weight` is applied to
-    batches, which `form` brings into form; arrays have it already.
+    With `steps_per_epoch` the data repeats as often as needed. `class_weight` applies to batches,
+    which `form` converts; prepared arrays have it in their weights.
 
     Raises:
-      ValueError: a generator is to be passed over several times; or an option is not for this data.
+      ValueError: several passes over a generator are needed, or an option does not fit the data.
     """
     if shuffle not in (None, True, False):
         raise ValueError(f"shuffle must be True, False or None, got {shuffle!r:.60}.")
@@ -72,18 +72,18 @@ def _passes(
         is_square = any(shape[:2] == 2 * shape[:1] for shape in shapes)
         if shuffle and is_square and len(shapes) > 1:
             say(
-                "the rows of all inputs are shuffled, but not the columns of one that is square: "
-                "if it relates the rows to each other, as adjacency does, pass shuffle=False"
+                "the rows of all inputs are shuffled, but not the columns of a square one: if it "
+                "relates rows to each other, as an adjacency matrix does, pass shuffle=False"
             )
         stream = ArrayStream(*data, batch_size=size, shuffle=shuffle, seed=seed)
         stream.epoch = n_before
         return stream
-    # Batches by index may be shuffled within, and in their order.
+    # Indexed batches may be shuffled in their order, even if they shuffle rows themselves.
     shuffles = getattr(data, "shuffle", False) is True and not is_indexed(data)
     if shuffle is False and shuffles:
         raise ValueError(
-            f"shuffle=False cannot be applied to a {type(data).__name__} that shuffles: set it "
-            "where you create that."
+            f"shuffle=False cannot be applied to a {type(data).__name__} that shuffles itself: "
+            "pass it where you create that object."
         )
     shuffle = is_hugging_face(data) if shuffle is None else bool(shuffle)
     stream = as_stream(data, batch_size=batch_size, shuffle=shuffle, seed=seed)
@@ -95,14 +95,14 @@ def _passes(
 
 
 def in_order(data: Data, batch_size: int | None) -> Data:
-    """Returns one pass over what `prepare` returned; arrays and data sets are cut into batches."""
+    """Returns one pass over prepared data, in order; divides arrays and data sets into batches."""
     if isinstance(data, tuple):
         return ArrayStream(*data, batch_size=regular_size(batch_size), epochs=1)
     return data if batch_size is None else as_stream(data, batch_size=batch_size)
 
 
 def known_length(data: Data) -> int | None:
-    """Returns the number of batches in a pass; None if there is no end, or it is not known."""
+    """Returns the number of batches in a pass; None if it is infinite or unknown."""
     with contextlib.suppress(TypeError):
         return n if (n := len(as_stream(data))) < ENDLESS else None
     return None
@@ -114,9 +114,9 @@ def length_of(stream: DataStream) -> int | None:
 
 
 def prefetched(stream: DataStream) -> DataStream:
-    """Assembles batches ahead, where that helps and loses nothing.
+    """Prefetches batches of a stream, if that is useful and safe.
 
-    Resident data and rows divided between processes are not assembled here. What was read ahead of
+    Resident data and rows divided between processes need no assembly here. Batches prefetched from
     a generator would be lost to later readers.
     """
     is_resident = getattr(stream, "resident", False) or knows_rows(stream)

@@ -1,4 +1,4 @@
-"""The tasks of a model: what it trains and what it evaluates."""
+"""Recipe: the arguments of a model, and the training and evaluation tasks made from them."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from flaxfit.tree import Array, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The arguments that a model was made of; `compile` replaces some of them. See `Model`."""
+    """The arguments of a `Model`; `compile` replaces some of them."""
 
     module: Any
     losses: Any
@@ -34,12 +34,12 @@ class Recipe:
     def lacks(self) -> list[str]:
         """The parts that must be given before the model can be trained."""
         if self.optimizer is not None or self.options.get("step") is not None:
-            return []  # A task says by itself what else it needs.
+            return []  # `TrainTask` itself refuses a missing loss.
         has_loss = self.loss is not None or self.options.get("objective") is not None
         return ["optimizer"] if has_loss else ["optimizer", "loss"]
 
     def changed(self, changes: Mapping[str, Any], options: Mapping[str, Any]) -> "Recipe":
-        """Returns a copy with these options, and those of the other changes that are not None.
+        """Returns a copy with these options, and with those changes that are not None.
 
         Raises:
           TypeError: an option is unknown.
@@ -51,7 +51,7 @@ class Recipe:
         return dataclasses.replace(self, **given, options=own | checked_options(options))
 
     def of_module_as_it_is(self) -> "Recipe":
-        """Returns a copy with functions of the module, whose attributes were changed."""
+        """Returns a copy with new functions of the module, after a change of its attributes."""
         training, evaluation = modules.train_and_eval(self.module, losses=self.losses)
         return dataclasses.replace(self, training=training, evaluation=evaluation)
 
@@ -63,7 +63,8 @@ class Recipe:
         resolved = None if loss is None else as_loss(loss, options.get("loss_weights"))
         every = as_metrics(self.metrics, resolved)
         summed = {name: metric for name, metric in every.items() if metric.max_rows is None}
-        measured = {} if options.get("objective") else summed  # It calls the model by itself.
+        # An objective calls the model itself, so training has no outputs to measure.
+        measured = {} if options.get("objective") else summed
         to_train = _no_loss if "loss" in lacks else loss
         task = TrainTask(self.training.apply, optimizer, to_train, None, measured, **options)
         if collected := tuple(name for name in every if name not in summed):
@@ -103,7 +104,7 @@ def make_recipe(
     mutable = options.get("mutable")
     if losses and mutable is not None and not in_filter(mutable, "losses"):
         raise ValueError(
-            f"losses={losses!r:.60} and mutable={mutable!r:.60} exclude each other: the values "
+            f"losses={losses!r:.60} cannot be combined with mutable={mutable!r:.60}: the values "
             "that the model adds to the loss would be lost. Name 'losses' and their collections "
             "in mutable, or remove mutable."
         )
@@ -114,11 +115,7 @@ def make_recipe(
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that are given, of those that a `TrainTask` has.
-
-    Raises:
-      TypeError: an option is unknown.
-    """
+    """Returns the given options of `TrainTask`; an unknown option is a TypeError."""
     known = [field.name for field in dataclasses.fields(TrainTask) if field.kw_only]
     unknown = [name for name in options if name not in known]
     of_keras = [name for name in unknown if name in _ELSEWHERE]
@@ -141,7 +138,7 @@ _ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "auto_scale_loss": ((True, None), "precision='float16' always scales the loss"),
     "run_eagerly": ((False, None), "it is an argument of Model, which cannot be changed later"),
 }
-"""Arguments of Keras's `compile`: the values that have no effect here, and where others go."""
+"""Arguments of Keras's `compile`: the accepted values without effect, and advice for others."""
 
 
 def _no_loss(*outputs_and_targets: PyTree) -> Array:

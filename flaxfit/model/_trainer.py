@@ -1,4 +1,4 @@
-"""Trainer: the one loop of a model, which begins at its starting point."""
+"""Trainer: the loop of a model, created on first use from its starting point."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ _EXAMPLES = {"optimizer": "optax.adam(1e-3)", "loss": "'mse'"}
 
 
 class Trainer:
-    """Trains the task of a model in one loop, which begins at a `StartingPoint`."""
+    """Owns the `TrainLoop` of a model, created on first use from a `StartingPoint`."""
 
     def __init__(
         self,
@@ -48,31 +48,31 @@ class Trainer:
         seed: int,
         snapshot: str,
     ):
-        copier(snapshot, strategy)  # Refused here rather than by the first `fit`.
+        copier(snapshot, strategy)  # Raises an error here rather than in the first `fit`.
         self.name = name
         """The class of the module."""
         self.strategy = strategy
         self.starting_point = StartingPoint(init, task, strategy, seed)
-        """The start of the loop; while there is a loop, it holds no state."""
+        """The start of the loop; it holds no state while a loop exists."""
         self.loop: TrainLoop | None = None
         self.history: History | None = None
         """The history of the latest `fit`, also when it was interrupted."""
         self.n_epochs = 0
         """The number of epochs trained."""
         self.calls_done: set[tuple[str, int]] = set()
-        """The folders of calls of `fit` that were not interrupted, and where these began."""
+        """The folders and first steps of calls of `fit` that were not interrupted."""
         self.trainable = True
-        """Whether the model may be trained; `freeze` says which of its parameters are."""
+        """Whether the model may be trained; `freeze` selects the frozen parameters."""
         self.lacks: list[str] = []
-        """The missing parts that the model cannot be trained without."""
+        """The missing arguments without which the model cannot be trained."""
         self.instance = Instance(task.apply, name)
         self._snapshot = snapshot
         self._no_data: object = None
-        """The stream of the loop while it is given single batches."""
+        """The empty stream of the loop while it trains on single batches."""
 
     @property
     def task(self) -> TrainTask:
-        """The task that is trained, without the data of `fit`, as callbacks have frozen it."""
+        """The training task without data, with the parameters frozen that callbacks froze."""
         start = self.starting_point
         if self.loop is not None:
             start.task = frozen_as(start.task, self.loop.task)
@@ -85,7 +85,7 @@ class Trainer:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether a saved run may be resumed: nothing was trained, or loaded by `load`."""
+        """Whether a saved run may be resumed: nothing was trained or loaded by `load`."""
         return self.loop is None and not self.starting_point.is_continued
 
     @property
@@ -118,7 +118,7 @@ class Trainer:
         return self._present._companions
 
     def checkpoint(self) -> Checkpoint:
-        """The present state with its companions, if checkpoints hold them."""
+        """Returns the present state, with companions if checkpoints hold them."""
         state, saved = self.state, self._companions.saved
         running = frozen_facts(self.task, lambda: state.params)
         return Checkpoint(
@@ -127,7 +127,7 @@ class Trainer:
 
     @property
     def input_shapes(self) -> PyTree:
-        """The shapes and dtypes of the first inputs that the model was given; None before."""
+        """The shapes and dtypes of the model's first inputs; None before."""
         found = self._present.input_shapes
         return self.starting_point.input_shapes if found is None else found
 
@@ -137,10 +137,7 @@ class Trainer:
         return id(self._present), self._present.revision
 
     def averaged(self, state: TrainState) -> TrainState:
-        """Returns the state with the average of its parameters, if one is kept.
-
-        Weights loaded from a file have no average, and are used themselves.
-        """
+        """Returns the state with the average of its parameters, if the state has one."""
         check_thread(self)
         return averaged_by(self.task, state)
 
@@ -161,7 +158,7 @@ class Trainer:
             self.loop.freeze = patterns
         else:
             task = dataclasses.replace(self.task, freeze=patterns)
-            if known is not None:  # Which may be read again, and checked, only by `fit`.
+            if known is not None:  # Check now: a loaded state is converted only by `fit`.
                 check_patterns(task.freeze, known.params)
             self.continue_with(task, is_same=True, quiet=True)
         self.trainable = True
@@ -199,11 +196,11 @@ class Trainer:
     def begin(self, inputs: Callable[[], PyTree], *, notes_shapes: bool = False) -> None:
         """Makes the state of the model, with loaded weights if there are any.
 
-        A state that was loaded is compared with the model. `inputs` returns the inputs of a batch,
-        and is called only if their shapes are needed, or noted for `summary`.
+        A loaded state is compared with the model. `inputs` returns the inputs of a batch; it is
+        called only if their shapes are needed, or with `notes_shapes`, for `summary`.
 
         Raises:
-          ValueError: the weights or the state are of another model; every difference is listed.
+          ValueError: the weights or the state do not fit the model; lists every difference.
         """
         if self.loop is None:
             self.starting_point.begin(inputs, notes_shapes=notes_shapes)
@@ -238,8 +235,8 @@ class Trainer:
     ) -> TrainLoop:
         """Returns the loop over this data, with a checkpoint after each epoch of `n_steps`.
 
-        It continues from the checkpoint that `saved` reads, if that is given. The callbacks are
-        attached before the first batch is fetched. `stdout` matters only to the first loop.
+        It resumes from the checkpoint that `saved` reads, if given. Callbacks are attached before
+        the first batch is fetched. `stdout` has an effect only when the loop is created.
         """
         if self.loop is None or saved is not None:
             init = saved or self.starting_point.init
@@ -247,7 +244,7 @@ class Trainer:
         else:
             self.loop.data = data
             CallbackList(callbacks).attach_first(self.loop)
-        n_done = self.loop.n_completed_steps  # Of an epoch that was not finished.
+        n_done = self.loop.n_completed_steps  # The steps of an unfinished epoch.
         self.loop.steps_per_call = steps_per_call
         self.loop.n_steps_per_checkpoint = n_steps or ENDLESS
         self.loop.first_checkpoint = self.loop.step - n_done + (n_steps or ENDLESS)
@@ -255,9 +252,9 @@ class Trainer:
 
     @by_one_thread
     def step_on(self, batch: Batch) -> Checkpoint:
-        """Trains one step on a batch; the checkpoint can be read until the next step.
+        """Trains one step on a batch; the checkpoint is readable until the next step.
 
-        What an interrupted `fit` has left of its data, its count and its callbacks is dropped.
+        It drops the data, counts and callbacks that an interrupted `fit` left in the loop.
         """
         self.check_trainable()
         if self.loop is None:
@@ -269,19 +266,16 @@ class Trainer:
         return self.loop.next_step(batch, copy=False)
 
     def continue_with(self, task: TrainTask, *, is_same: bool, quiet: bool = False) -> None:
-        """Trains another task of the same model from now on, from the present weights.
-
-        `is_same` and `quiet` are as in `continued`.
-        """
+        """Switches to another task of the same model, keeping the weights; see `continued`."""
         task = with_late(task, late_of(self.task.optimizer))
         self.starting_point.continue_with(task, self.loop, is_same=is_same, quiet=quiet)
         self.loop = None
 
     def follow_module(self, task: TrainTask, init: InitFn) -> None:
-        """Continues with a task of the same module, whose attributes were changed.
+        """Switches to a task of the same module, after a change of its attributes.
 
         Raises:
-          ValueError: it has other variables than the present weights; nothing has changed then.
+          ValueError: its variables do not match the present weights; nothing has changed then.
         """
         if self.loop is not None or self.starting_point.known is not None:
             self.instance.check(init, self.state_in_place.variables)
@@ -290,13 +284,13 @@ class Trainer:
         self.instance.follow(task.apply)
 
     def _start_loop(self, init: Init, data: Data, **options: Any) -> TrainLoop:
-        """Returns the one loop of the model, which has its own copy of the state."""
+        """Returns the loop of the model, which has its own copy of the state."""
         loop = self.make_loop(init, data, snapshot=self._snapshot, **options)
         self.starting_point.release()
         return loop
 
     def make_loop(self, init: Init, data: Data, **options: Any) -> TrainLoop:
-        """Returns a loop with the companions of the model, which a checkpoint may have brought."""
+        """Returns a loop with the present companions of the model."""
         self.check_trainable()
         if self.lacks:
             missing = " and ".join(f"no {name}" for name in self.lacks)
@@ -306,9 +300,9 @@ class Trainer:
                 "Model(...) with the same arguments."
             )
         task, seed = dataclasses.replace(self.task, data=data), self.starting_point.seed
-        options["compilation_cache"] = None  # The model has set it.
+        options["compilation_cache"] = None  # `Model` has configured it.
         loop = TrainLoop(init, task, seed, strategy=self.strategy, **options)
-        # A checkpoint from which it resumes may have its own.
+        # Companions of a resumed checkpoint take precedence.
         if not self.is_fresh and not getattr(loop.start, "companions", None):
             self._companions.refresh()
             loop._companions.restore(self._companions.variables)

@@ -1,4 +1,4 @@
-"""Validation: the metrics of validation data, measured after some or all epochs of `fit`."""
+"""Validation: measures validation data after some or all epochs of `fit`."""
 
 import copy
 import itertools
@@ -13,11 +13,11 @@ from flaxfit.state import Checkpoint, TrainState
 from flaxfit.tree import Data, Json, PyTree, whole_number
 
 Epochs = Callable[[int], bool]
-"""Whether an epoch, counted from 1, is among some."""
+"""A set of epochs, counted from 1, as a predicate."""
 
 
 def epochs_of(validation_freq: Any) -> Epochs:
-    """Which epochs are validated: every n-th, or those in a collection, counted from 1.
+    """Returns the epochs to validate: every n-th, or those in a collection, counted from 1.
 
     >>> [epoch for epoch in range(1, 7) if epochs_of(3)(epoch)]
     [3, 6]
@@ -31,15 +31,15 @@ def epochs_of(validation_freq: Any) -> Epochs:
 
 
 class Validation:
-    """The callback that adds the metrics of validation data, with "val_" before their names.
+    """A callback that measures validation data, and adds the metrics as "val_<metric>".
 
     Args:
-      evaluator: measures.
+      evaluator: the loop to measure with.
       averaged: returns the state with the weights to measure.
-      data: what `prepare` returned.
+      data: the prepared data.
       batch_size: the batch size of arrays and data sets.
       is_given: whether the batch size was given for this data, which is an error for batches.
-      n_steps: how many batches to measure; None: all of them.
+      n_steps: the number of batches to measure; None: all.
       is_due: whether the present epoch is validated.
     """
 
@@ -59,7 +59,7 @@ class Validation:
     ):
         if isinstance(data, tuple) or is_hugging_face(data) or is_given:
             data = in_order(data, batch_size)
-        # The compiled programs of both are the same.
+        # A shallow copy: both share compiled programs.
         self._evaluator = copy.copy(evaluator)
         self._evaluator.n_steps = n_steps
         self._averaged, self.data, self._n_steps, self._is_due = averaged, data, n_steps, is_due
@@ -68,7 +68,7 @@ class Validation:
         self.adds_more = evaluator.adds_more
 
     def attach_to(self, loop: TrainLoop) -> None:
-        """Validates the first batch, before an epoch is spent on it; not that of a generator."""
+        """Validates the first batch before the first epoch, unless the data is a generator."""
         self._evaluator.attach(loop)
         self._loop = loop
         n = None if is_read_once(self.data) else known_length(self.data)
@@ -95,19 +95,19 @@ class Validation:
         return self.data
 
     def _say_if_shorter(self, n: int) -> None:
-        """Says once that data whose length was unknown had fewer batches than asked for."""
+        """Prints, once, that data of unknown length had fewer batches than requested."""
         if self._is_unknown and self._n_steps is not None and n < self._n_steps:
             self._is_unknown = False
             self._say(f"validation_steps={self._n_steps:,}: all {n:,} batches are measured")
 
 
 class GeneratorValidation(Validation):
-    """As `Validation`, on the next `n_steps` batches of a generator each time."""
+    """As `Validation`, on the next `n_steps` batches of a generator at each measurement."""
 
     _n_read = 0
 
     def get_state(self) -> dict[str, Json]:
-        """Returns how many batches were read."""
+        """Returns the number of batches read so far."""
         return {"n_read": self._n_read}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
@@ -124,16 +124,16 @@ class GeneratorValidation(Validation):
         if self._n_steps is not None and n < self._n_steps:
             raise ValueError(
                 f"validation_data ended after {self._n_read:,} batches, {n} of the "
-                f"validation_steps={self._n_steps} of this epoch: pass data that can be passed "
-                "over again, such as arrays, a list or a loader, or fewer validation_steps."
+                f"validation_steps={self._n_steps} of this epoch: pass data that can be iterated "
+                "again, such as arrays, a list or a loader, or fewer validation_steps."
             )
 
 
 def validation_of(data: Data, *, n_times: int, n_steps: int | None, **options: Any) -> Validation:
-    """Returns the validation on data that is measured a number of times.
+    """Makes a `Validation` that measures `n_times`.
 
     Raises:
-      ValueError: the data is a generator, which ends before.
+      ValueError: the data is a generator, but is measured whole several times.
     """
     is_generator = is_read_once(data)
     if is_generator and n_steps is None and n_times > 1:

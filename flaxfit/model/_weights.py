@@ -1,4 +1,4 @@
-"""WarmStart: an `init` that returns weights read from files instead of random ones."""
+"""WarmStart: an `init` that replaces random weights by weights of files."""
 
 import dataclasses
 import os
@@ -19,11 +19,11 @@ from flaxfit.state import TrainState
 from flaxfit.tree import ArrayLike, InitFn, PyTree, Rngs, Variables, flat, path_of
 
 Load = Callable[[PyTree], PyTree]
-"""Puts weights into variables, or into a state."""
+"""A function that replaces weights in variables, or in a state."""
 
 
 class WarmStart:
-    """An `init` that calls the one of the model, then functions that put weights into variables."""
+    """An `init` that calls the model's `init`, then loads weights into the variables."""
 
     gives_weights = True
     """It is not traced: the weights would be constants of a program."""
@@ -32,12 +32,12 @@ class WarmStart:
         self.fresh = fresh
         """The `init` of the model."""
         self.loaded = loaded
-        """The state that the last file holds, if that is known without the model."""
+        """The state in the last file, if it holds all variables by the model's names."""
         self._loads = loads
         self._misfit: Load | None = None
 
     def then(self, load: Load, loaded: TrainState | None) -> "WarmStart":
-        """Adds further weights, which replace those that were found not to fit."""
+        """Returns a copy that also loads these weights, without a load that has failed."""
         kept = [each for each in self._loads if each is not self._misfit]
         return WarmStart(self.fresh, *kept, load, loaded=loaded)
 
@@ -46,12 +46,12 @@ class WarmStart:
         variables = dict(self.fresh(rngs, *inputs, **named))
         for name in ("intermediates", "losses"):
             variables.pop(name, None)
-        # Files have no names of axes: these stay as they are.
+        # Files hold no axis names: those of the model stay.
         axes = {name: variables.pop(name) for name in list(variables) if name.endswith("_axes")}
         return {**meta.replace_boxed(variables, self.load(meta.unbox(variables))), **axes}
 
     def load(self, variables: Variables) -> Variables:
-        """Returns variables with the weights, placed where those that they replace are."""
+        """Loads the weights into variables, with the shardings of the arrays they replace."""
         for load in self._loads:
             self._misfit = load
             variables = load(variables)
@@ -67,17 +67,17 @@ def open_weights(
     prefix: str = "",
     **opts: Any,
 ) -> tuple[Load, bool]:
-    """Opens a file of weights, with the arguments of `Model.load_weights`.
+    """Opens a file of weights; the arguments are those of `Model.load_weights`.
 
-    The function that it returns raises a ValueError if the weights do not fit the variables. Also
-    returns whether all variables of the file are taken, by names of the model: see `state_alone`.
+    The returned `Load` raises a ValueError if the weights do not fit. Also returns whether it
+    loads all variables of the file by the model's names; see `state_alone`.
     """
-    from flaxfit import importers  # Not before it is used: `import flaxfit` stays quick.
+    from flaxfit import importers  # Imported on use, to keep `import flaxfit` quick.
     from flaxfit.importers._fill import fill_from
     from flaxfit.importers._translator import Translation
 
     if opts and translator is None:
-        raise TypeError(f"Without a translator, nothing takes the options {', '.join(opts)}.")
+        raise TypeError(f"The options {', '.join(opts)} need a translator.")
     source = _of_run(path) if checkpoints.list_steps(path) else importers.load(path)
     if translator is None:
         translation = Translation(source, {}, [], [], {})
@@ -126,17 +126,14 @@ def open_weights(
 
 
 def _of_run(folder: str | os.PathLike[str]) -> dict[str, ArrayLike]:
-    """Returns the weights in the newest checkpoint of a run, as `save_weights` would save them."""
+    """Returns the weights in the newest checkpoint of a run, as `save_weights` saves them."""
     state = checkpoints.restore(folder)
     variables = (averaged(state) if has_average(state) else state).variables
     return {name: leaf for name, leaf in flat(variables).items() if not is_key(leaf)}
 
 
 def state_alone(path: str | os.PathLike[str], seed: int) -> TrainState | None:
-    """Returns the state in a file of `save_weights`, without an optimizer's; None: no parameters.
-
-    It is not compared with a model.
-    """
+    """Returns a file of `save_weights` as a state without an optimizer; None: no parameters."""
     variables = checkpoints.load_weights(path)
     if "params" not in variables:
         return None
@@ -145,10 +142,10 @@ def state_alone(path: str | os.PathLike[str], seed: int) -> TrainState | None:
 
 
 def _places(names: Collection[str], variables: Mapping[str, PyTree], within: str) -> dict[str, str]:
-    """Returns the paths in the variables that names without a collection stand for.
+    """Maps names without a collection to paths of variables.
 
-    They are parameters, or as in `nnx.state` variables of all kinds. Orbax writes that as
-    "layer/kernel/value". Random streams, "dropout/rngs/key" and "dropout/rngs/count", are left out.
+    Names may address parameters only, or all kinds of variables, as in `nnx.state`, which Orbax
+    writes as "layer/kernel/value". Random streams ("dropout/rngs/key", "/count") are left out.
     """
     suffix = "/value" if all(name.endswith("/value") for name in names) else ""
     own = [path.partition("/") for path in flat(variables)]
@@ -165,7 +162,7 @@ def _places(names: Collection[str], variables: Mapping[str, PyTree], within: str
 
 
 def _check_prefix(prefix: str, variables: Mapping[str, PyTree]) -> str:
-    """Returns the prefix of the paths of a part of the model."""
+    """Converts the path of a part of the model to a prefix of paths."""
     within = f"{prefix.strip('/')}/" if prefix else ""
     if not any(path.startswith(within) for path in flat(variables["params"])):
         raise ValueError(

@@ -15,7 +15,7 @@ from flaxfit.tree import Function, Variables, flat, parameters
 
 _POSITIONAL = ("apply", "batch", "rngs")
 _RESERVED = (*_POSITIONAL, "ema")
-"""The arguments of an objective beside companions."""
+"""The other arguments of an objective."""
 
 
 class Companion(NamedTuple):
@@ -25,35 +25,35 @@ class Companion(NamedTuple):
     """`apply(variables, *inputs)`, in evaluation mode."""
     variables: Variables
     given: tuple[Any, ...]
-    """The objects that it was made of."""
+    """The objects that it was made from, to compare companions by identity."""
     source: "Source | None" = None
-    """The NNX module that it was made of, which may be written to."""
+    """The NNX module that it was made from, whose variables may change."""
 
 
 class Source(NamedTuple):
-    """An NNX module as the source of variables."""
+    """An NNX module as a source of variables."""
 
     values: Callable[[], list[Any]]
-    """Returns the present arrays of its variables, not copied."""
+    """Returns the present arrays of its variables, without copies."""
     seen: list[Any]
-    """Those when its variables were read."""
+    """The arrays at the time of the latest read, to detect changes by identity."""
     read: Callable[[], Variables]
-    """Returns a copy of its present variables."""
+    """Returns copies of its present variables."""
 
 
 def are_same(some: Mapping[str, Companion], others: Mapping[str, Companion]) -> bool:
-    """Whether the companions of two tasks were made of the same objects."""
+    """Whether the companions of two tasks were made from the same objects."""
     return some.keys() == others.keys() and all(
         a is b for name in some for a, b in zip(some[name].given, others[name].given, strict=False)
     )
 
 
 def as_companions(owner: str, task: Any) -> Mapping[str, Companion]:
-    """Checks the companions of a task against its objective; returns them in one form.
+    """Normalizes the companions of a task, and checks them against its objective.
 
     Raises:
-      TypeError: one is neither `(apply, variables)` nor an NNX module.
-      ValueError: a name does not fit, there is no objective, or it takes other keywords.
+      TypeError: a companion is neither `(apply, variables)` nor an NNX module.
+      ValueError: a name is invalid, or there is no objective with these keyword arguments.
     """
     given = {} if task.companions is None else task.companions
     if not isinstance(given, Mapping):
@@ -71,16 +71,16 @@ def as_companions(owner: str, task: Any) -> Mapping[str, Companion]:
     for name in given:
         if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
             raise ValueError(
-                f"The name of a companion must be that of a keyword argument, got {name!r:.60}."
+                f"The name of a companion must be a valid keyword argument, got {name!r:.60}."
             )
         if name in _RESERVED:
             raise ValueError(
-                f"No companion can be called {name!r}: the objective is called with "
+                f"A companion cannot be called {name!r}: the objective has the arguments "
                 f"{', '.join(_RESERVED)} already."
             )
     _check_keywords(task.objective, given)
     if all(isinstance(each, Companion) for each in given.values()):
-        return given  # Tasks that share the companions of another one share their places, too.
+        return given  # The companions of another task keep their identity, and so their arrays.
     return {name: _as_companion(f"The companion {name!r}", each) for name, each in given.items()}
 
 
@@ -120,7 +120,7 @@ def _check_arrays(owner: str, variables: Variables) -> None:
 
 
 def _check_keywords(objective: Function, names: Mapping[str, Any]) -> None:
-    """Checks that an objective takes the companions of these names, and asks for no others."""
+    """Checks that an objective accepts these companions by keyword, and requires no others."""
     found = list(parameters(objective).values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     places = [each for each in found if each.kind in positional]

@@ -1,4 +1,4 @@
-"""Changes of a task while parameters are frozen and unfrozen, and their record in a file."""
+"""Tasks whose parameters are frozen and unfrozen during a run, and their record in a file."""
 
 import dataclasses
 import functools
@@ -16,28 +16,28 @@ from flaxfit.tree import Json, Params, flat
 
 
 def with_late(task: TrainTask, late: Late) -> TrainTask:
-    """Returns a task that knows which of its parameters were unfrozen later."""
+    """Returns a task whose optimizer knows the parameters unfrozen after the first update."""
     if late == late_of(task.optimizer):
         return task
     return dataclasses.replace(task, optimizer=_extended.with_late(task.optimizer, late))
 
 
 def frozen_as(task: TrainTask, other: TrainTask) -> TrainTask:
-    """Returns a task that freezes what another one does."""
+    """Returns a task with the frozen parameters of another one."""
     if task.freeze != other.freeze:
         task = dataclasses.replace(task, freeze=other.freeze)
     return with_late(task, late_of(other.optimizer))
 
 
 def frozen_as_saved(task: TrainTask, running: Mapping[str, Any] | None) -> TrainTask:
-    """Returns a task that freezes what was frozen in a saved run, if that is recorded."""
+    """Returns a task with the frozen parameters of a saved run, if they are recorded."""
     if not running or "frozen" not in running:
         return task
     return dataclasses.replace(task, freeze=tuple(map(re.escape, running["frozen"])))
 
 
 def frozen_facts(task: TrainTask, params: Callable[[], Params]) -> dict[str, Json]:
-    """What is frozen, and what was unfrozen later, for a file."""
+    """Returns, for a file, which parameters are frozen, and which were unfrozen during the run."""
     structure = jax.tree.structure(params()) if task.freeze else None
     frozen = list(_matching(tuple(task.freeze), structure)) if task.freeze else []
     late = late_of(task.optimizer)
@@ -46,6 +46,6 @@ def frozen_facts(task: TrainTask, params: Callable[[], Params]) -> dict[str, Jso
 
 @functools.lru_cache(maxsize=8)
 def _matching(patterns: tuple[str, ...], structure: Any) -> tuple[str, ...]:
-    """The paths of a structure of parameters that match; each checkpoint asks for them."""
+    """Returns the matching paths of a parameter structure; cached, since checkpoints need them."""
     paths = flat(jax.tree.unflatten(structure, range(structure.num_leaves)))
     return tuple(path for path in paths if any(re.fullmatch(each, path) for each in patterns))

@@ -1,4 +1,4 @@
-"""Labels out of range: counted within a compiled step, refused when the counts are read."""
+"""Labels out of range: counted in a compiled step, and refused when the counts are read."""
 
 from collections.abc import Mapping
 
@@ -17,9 +17,9 @@ _WEIGHTS = "weights that are none"
 def count_labels(
     loss: Loss, weights: jax.Array, outputs_and_targets: tuple[PyTree, ...], of: str = ""
 ) -> dict[str, Sums]:
-    """Counts the labels that a loss does not take, by a name that says which it does.
+    """Counts invalid labels of nonzero weight, under a name that states the valid range.
 
-    Examples of weight 0 may have any. `of` names the output, where there are several.
+    `of` is the name of the output, if there are several.
     """
     wrong = out_of_range(loss, *outputs_and_targets)
     labels = labels_for(loss, outputs_and_targets[0])
@@ -32,18 +32,18 @@ def count_labels(
 
 
 def count_weights(weights: PyTree) -> dict[str, Sums]:
-    """Counts the weights that a loss returned and that are negative or not finite."""
+    """Counts the weights returned by a loss that are negative or not finite."""
     bad = [jnp.sum(~_is_weight(each), dtype=float) for each in jax.tree.leaves(weights)]
     return {_WEIGHTS: (sum(bad, jnp.zeros(())),)} if bad else {}
 
 
 def valid_weights(weights: PyTree) -> PyTree:
-    """The weights that a loss returned, 0 in place of those that are none."""
+    """Replaces invalid weights, which are negative or not finite, by 0."""
     return jax.tree.map(lambda each: jnp.where(_is_weight(each), each, 0), weights)
 
 
 def check_counts(sums: Mapping[str, Sums], where: str = "") -> dict[str, Sums]:
-    """Removes the counts of labels from sums, and checks that they are 0.
+    """Removes the counts of invalid labels and weights from sums, and checks that they are 0.
 
     >>> check_counts({"a/labels out of range: they must be 0..2": (3,)}, " in step 7")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Losses and weights of a model with several outputs, by the names of the outputs."""
+"""Losses and weights by output, for models with several outputs."""
 
 import dataclasses
 import re
@@ -30,8 +30,8 @@ from flaxfit.tree import (
 class LossByOutput:
     """The weighted sum of the losses of several outputs: one value per example.
 
-    The model gives a mapping with the names, or a tuple in their order; so do the targets. Where
-    some of the losses return weights of their own, these come with the values, by output.
+    Outputs and targets are mappings with the names, or tuples in their order. If some losses
+    return weights, it returns `(values, weights by output)`.
 
     >>> loss = as_loss({"a": "mse", "b": "mae"}, {"b": 0.5})
     >>> loss(jnp.full(2, 3.0), jnp.full(2, 4.0), jnp.zeros(2), jnp.zeros(2))
@@ -41,7 +41,7 @@ class LossByOutput:
     losses: Mapping[str, losses.Loss]
     weights: Mapping[str, float]
     names: tuple[str, ...]
-    """All outputs, in order: those with a loss, and those that are named without one."""
+    """All outputs in order, including those without a loss."""
 
     def __post_init__(self) -> None:
         if taken := [name for name in self.names if f"{name}_".startswith("val_")]:
@@ -51,14 +51,14 @@ class LossByOutput:
             )
 
     def __call__(self, *outputs_and_targets: PyTree) -> Any:
-        """The weighted sum over the outputs, without the weights of the examples."""
+        """Computes the weighted sum over the outputs, without weights of examples."""
         found = {name: self.of(name, *outputs_and_targets) for name in self.losses}
         values = sum(w * _by_example(found[name][0]) for name, w in self.weights.items())
         own = {name: weights for name, (_, weights) in found.items() if weights is not None}
         return (values, own) if own else values
 
     def sums(self, weights: PyTree, *outputs_and_targets: PyTree) -> dict[str, Sums]:
-        """By output, the weighted sum of its loss and the weight of that sum."""
+        """Computes `(weighted sum, weight)` of the loss by output."""
         return {
             name: self.sum_of(name, of_output(weights, name), *outputs_and_targets, factor=factor)
             for name, factor in self.weights.items()
@@ -67,9 +67,9 @@ class LossByOutput:
     def sum_of(
         self, name: str, weights: Array, *outputs_and_targets: PyTree, factor: float = 1.0
     ) -> Sums:
-        """The weighted sum of the loss of one output, times a factor; and the weight of that sum.
+        """Computes `(factor * weighted sum, weight)` of the loss of one output.
 
-        What the weights do not tell apart, such as the elements of an example, is averaged.
+        Values that share a weight, such as the elements of an example, are averaged.
         """
         values, own = self.of(name, *outputs_and_targets)
         if own is not None:
@@ -79,7 +79,7 @@ class LossByOutput:
         return jnp.sum(jnp.where(weights != 0, weights * values, 0)), jnp.sum(weights)
 
     def of(self, name: str, *outputs_and_targets: PyTree) -> tuple[jax.Array, jax.Array | None]:
-        """The values of the loss of one output, and the weights that it returned or None."""
+        """Computes the values of the loss of one output, and its weights or None."""
         output, target = self.pick(name, *outputs_and_targets)
         n = jax.tree.leaves(output)[0].shape[0]
         try:
@@ -91,8 +91,8 @@ class LossByOutput:
             raise ValueError(f"output {name!r}: {error}") from error
         if not values.ndim:
             raise ValueError(
-                f"output {name!r}: the loss returned a scalar; of several outputs each needs a "
-                f"loss with one value per example, of shape ({n},)."
+                f"output {name!r}: the loss returned a scalar; with several outputs, each loss "
+                f"must return one value per example, of shape ({n},)."
             )
         return values, None if own is None else jnp.asarray(own, float)
 
@@ -127,7 +127,7 @@ class LossByOutput:
     def without_idle_targets(self, batch: Batch) -> Batch:
         """Replaces the targets of each output in its rows of weight 0, by a row that counts."""
         by_name, more = self.by_name(batch.targets)
-        if by_name is None:  # The loss refuses them.
+        if by_name is None:  # Too few targets: the loss raises an error.
             return batch
         found = {
             name: without_idle_rows(target, of_output(batch.weights, name))
@@ -139,12 +139,12 @@ class LossByOutput:
     def by_name(
         self, values: tuple[PyTree, ...]
     ) -> tuple[Mapping[str, PyTree] | None, tuple[PyTree, ...]]:
-        """The values by name, None if there are too few; and the values after them."""
+        """Splits values into a mapping by name, None if there are too few, and the rest."""
         if values and is_named(values[0]) and not are_numbered(self.names):
             values = values[0]._asdict(), *values[1:]
         if values and isinstance(values[0], Mapping):
             return values[0], values[1:]
-        # Targets, which come last, may leave out those of outputs without a loss.
+        # Targets, which come last, may omit outputs without a loss.
         names = self.names if len(values) >= len(self.names) else tuple(self.losses)
         if len(values) < len(names):
             return None, ()
@@ -152,14 +152,15 @@ class LossByOutput:
 
 
 def are_numbered(names: Iterable[str]) -> bool:
-    """Whether the names of outputs are those that a list of losses gives them."""
+    """Whether outputs have the default names of a list of losses, "output_0" and so on."""
     return all(re.fullmatch(r"output_\d+", name) for name in names)
 
 
 def as_loss(loss: Any, weights: Any = None) -> Any:
-    """The loss that a user means: a name or a function, or several in a mapping or a sequence.
+    """Resolves a loss given as a name, a function, or several of these by output.
 
-    None among several stands for an output without a loss. `weight_of` weighs a single one.
+    None among several marks an output without a loss. `weight_of` returns the weight of a single
+    loss.
     """
     if isinstance(loss, LossByOutput):
         if weights is None:
@@ -193,7 +194,7 @@ def as_loss(loss: Any, weights: Any = None) -> Any:
 
 
 def weight_of(loss: Any, weights: Any) -> float:
-    """The weight of a single loss: a number, or a list of one; 1 of several losses."""
+    """Returns the weight of a single loss, given as a number or a list of one; 1 for several."""
     if weights is None or isinstance(loss, LossByOutput):
         return 1.0
     each: Any = weights
@@ -201,7 +202,7 @@ def weight_of(loss: Any, weights: Any) -> float:
         (each,) = weights
     if not is_number(each):
         raise ValueError(
-            f"loss_weights={weights!r:.60} weigh the losses of several outputs, and there is one "
+            f"loss_weights={weights!r:.60} are for the losses of several outputs, but there is one "
             f"loss, {loss!r:.60}: give a number, or a loss for each output, such as "
             "loss={'a': 'mse', 'b': 'mae'}."
         )
@@ -209,14 +210,14 @@ def weight_of(loss: Any, weights: Any) -> float:
 
 
 def is_number(value: object) -> bool:
-    """Whether an option is a number, which a bool is not."""
+    """Whether an option is a number other than a bool."""
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def labels_out_of_range(
     loss: losses.Loss, weights: PyTree, outputs: PyTree, targets: PyTree
 ) -> dict[str, Sums]:
-    """Counts the labels that a loss, or each of several, does not take."""
+    """Counts the invalid labels of a loss, or of each loss by output."""
     if not isinstance(loss, LossByOutput):
         return count_labels(loss, weights, (*outputs, *targets))
     found = {}
@@ -227,7 +228,7 @@ def labels_out_of_range(
 
 
 def check_outputs(loss: losses.Loss | None, weights: PyTree) -> None:
-    """Checks that the outputs that have weights of their own have losses of their own."""
+    """Checks that every output with weights also has a loss by name."""
     if not isinstance(weights, Mapping):
         return
     known = list(loss.names) if isinstance(loss, LossByOutput) else []
@@ -240,7 +241,7 @@ def check_outputs(loss: losses.Loss | None, weights: PyTree) -> None:
 
 
 def check_values(loss: losses.Loss, outputs: tuple[PyTree, ...], batch: Batch) -> None:
-    """Checks on the host that a loss, or each of several, takes the labels of weight above 0."""
+    """Checks, on the host, that labels of nonzero weight are valid for their losses."""
     if not isinstance(loss, LossByOutput):
         losses.check_values(loss, outputs, _counted(batch.targets, batch.weights))
         return
@@ -253,17 +254,17 @@ def check_values(loss: losses.Loss, outputs: tuple[PyTree, ...], batch: Batch) -
 
 
 def targets_with_weights(loss: Any, batch: Batch) -> Iterator[tuple[PyTree, PyTree]]:
-    """The targets of a batch, by output where these have weights, each with its weights or None."""
+    """Yields the targets of a batch with their weights or None, by output if weights are."""
     if not isinstance(batch.weights, Mapping):
         yield batch.targets, batch.weights
         return
     by_name, _ = loss.by_name(batch.targets)
-    for name, target in (by_name or {}).items():  # Others are refused by the loss.
+    for name, target in (by_name or {}).items():  # None: the loss raises an error.
         yield {name: target}, of_output(batch.weights, name)
 
 
 def _counted(targets: PyTree, weights: Array | None) -> PyTree:
-    """The elements of targets whose weight is not 0."""
+    """Returns the elements of targets with nonzero weight."""
     if weights is None or np.all(np.asarray(weights) != 0):
         return targets
 
@@ -275,7 +276,7 @@ def _counted(targets: PyTree, weights: Array | None) -> PyTree:
 
 
 def _averaged_to(weights: Array, values: jax.Array, owner: str) -> jax.Array:
-    """Averages values over the axes that weights do not tell apart."""
+    """Averages values over the axes that weights lack."""
     fitted = beside(weights, values.shape, owner).shape
     axes = tuple(i for i, n in enumerate(values.shape) if fitted[i] != n)
     lead = values.ndim - len(axes)

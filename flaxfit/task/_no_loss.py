@@ -1,4 +1,4 @@
-"""The loss that a model adds itself: all of the loss, or a penalty beside another."""
+"""The loss that a model adds itself: the whole loss, or a penalty besides another loss."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,12 @@ from flaxfit.tree import Array, PyTree, Sums, by_row
 
 @by_row
 def no_loss(*outputs_and_targets: PyTree) -> Array:
-    """0: what stands for `loss=None`, where the penalty of the model is all that is trained."""
+    """Returns 0; replaces `loss=None`, where the model's penalty is the whole loss."""
     return jnp.zeros(())
 
 
 def as_all_loss(loss: object, sums: dict[str, Sums], penalty: Array | None) -> dict[str, Sums]:
-    """The sums of a batch, in which the penalty is the loss if there is no other."""
+    """Makes the penalty the loss of a batch's sums, if the task has no other loss."""
     if loss is not no_loss or penalty is None:
         return sums
     _, weight = sums["loss"]
@@ -23,9 +23,9 @@ def as_all_loss(loss: object, sums: dict[str, Sums], penalty: Array | None) -> d
 
 
 def with_penalty(task: Any, sums: dict[str, Sums]) -> dict[str, Sums]:
-    """The sums of a batch, whose loss has the penalty as one more part if the task reports it so.
+    """Adds the penalty to the loss of a batch's sums, if the task has `penalty_in_loss`.
 
-    The value of a loss in parts is the sum of their means.
+    The loss is then a mapping of pairs, whose value is the sum of their means.
     """
     if not task.penalty_in_loss or "penalty" not in sums or task.loss is no_loss:
         return sums
@@ -39,7 +39,7 @@ _PENALTY = ""
 
 
 def check_adds_loss(task: object, penalty: object) -> None:
-    """Checks that a model without a loss adds one itself, in training or in evaluation."""
+    """Checks that the model of a task without a loss adds one itself."""
     if getattr(task, "loss", None) is not no_loss or penalty is not None:
         return
     if not hasattr(task, "optimizer"):

@@ -1,4 +1,4 @@
-"""One loss for all outputs of a model: bound to them once these and the targets are known."""
+"""One loss for all outputs of a model, bound to them once outputs and targets are known."""
 
 import copy
 import inspect
@@ -16,10 +16,10 @@ Task = TypeVar("Task")
 
 
 def for_all_outputs(task: Task, outputs: tuple[PyTree, ...], batch: Batch) -> Task:
-    """The task with its loss by output, if it is one of one output, and there are several.
+    """Applies a loss of one output to each of several outputs; else returns the task unchanged.
 
-    That is a loss of flaxfit or Optax, or another function that does not take all outputs and
-    targets. Their numbers must be equal; mappings belong together by name.
+    Losses of flaxfit or Optax take one output, as do functions that do not accept all outputs and
+    targets. There must be as many targets as outputs; mappings are matched by name.
 
     Raises:
       ValueError: the batch has a weight for each token.
@@ -32,7 +32,7 @@ def for_all_outputs(task: Task, outputs: tuple[PyTree, ...], batch: Batch) -> Ta
         return task
     if batch.weights is not None and jnp.ndim(batch.weights) > 1:
         raise ValueError(
-            f"The batches have weights of shape {jnp.shape(batch.weights)}, and one loss is given "
+            f"The batches have weights of shape {jnp.shape(batch.weights)}, but there is one loss "
             f"for the outputs {', '.join(names)}: {_BY_NAME}"
         )
     factor = weight_of(loss, getattr(task, "loss_weights", None))
@@ -43,7 +43,7 @@ def for_all_outputs(task: Task, outputs: tuple[PyTree, ...], batch: Batch) -> Ta
 
 
 def check_own_weights_of_all(task: object, given: object, weights: PyTree) -> None:
-    """Checks that a loss that `for_all_outputs` has made by output returned no weights."""
+    """Checks that a loss applied by `for_all_outputs` returned no weights."""
     if task is not given and weights is not None:
         raise ValueError(f"One loss for all outputs returns weights with its values: {_BY_NAME}")
 
@@ -54,7 +54,7 @@ _BY_NAME = "give a loss for each, such as loss={'a': 'mse', 'b': 'mse'}, or in a
 def _names_of(
     loss: Function, outputs: tuple[PyTree, ...], targets: tuple[PyTree, ...]
 ) -> tuple[str, ...]:
-    """The outputs that a loss is bound to; none if it is called with all of them."""
+    """Returns the outputs to which a loss applies one by one; none if it takes all of them."""
     n = len(outputs)
     if n == len(targets) == 1 and isinstance(outputs[0], Mapping):
         is_bound = isinstance(targets[0], Mapping) and is_loss(loss)

@@ -1,4 +1,4 @@
-"""The options of a task: checked, and brought into one form."""
+"""Checks and normalizes the options of a task."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from flaxfit.tree import label_of, whole_number
 
 
 def resolved(task: Any) -> dict[str, Any]:
-    """Checks the fields of a task and returns the normalized ones."""
+    """Checks the fields of a task, and returns normalized values."""
     has_own_step, apply = task.step is not None, task.apply
     if has_own_step:
         _check_own_step(task)
@@ -36,8 +36,8 @@ def resolved(task: Any) -> dict[str, Any]:
     freeze, norms = (as_patterns(n, getattr(task, n), apply) for n in ("freeze", "norms"))
     if len({*map(label_of, norms)}) < len({*norms}):
         raise ValueError(
-            f"norms has several filters of one name, {', '.join(map(label_of, norms))}: their "
-            "norms would be reported under that name. Give functions names of their own (def)."
+            f"norms has several filters of one name, {', '.join(map(label_of, norms))}, under "
+            "which all their norms would be reported. Give functions distinct names (def)."
         )
     _check_values(task)
     loss = task.loss
@@ -47,7 +47,7 @@ def resolved(task: Any) -> dict[str, Any]:
         loss = as_loss(no_loss if loss is None else loss, task.loss_weights)
     metrics, rngs = as_metrics(task.metrics, loss), names_of(task.rngs)
     _check_collected(metrics)
-    if task.objective is None:  # Which may draw from streams of its own.
+    if task.objective is None:  # An objective may draw from further streams itself.
         check_streams("TrainTask", rngs, apply)
     companions = as_companions("TrainTask", task)
     check_flag("save_companions", task.save_companions)
@@ -85,8 +85,9 @@ def _check_values(task: Any) -> None:
     check_flag("penalty_in_loss", task.penalty_in_loss)
     if task.penalty_in_loss and task.mutable is not None and not in_filter(task.mutable, "losses"):
         raise ValueError(
-            f"penalty_in_loss=True and mutable={task.mutable!r:.60} exclude each other: the losses "
-            "that the model adds would count in evaluation alone. Name 'losses' in mutable, too."
+            f"penalty_in_loss=True cannot be combined with mutable={task.mutable!r:.60}: the "
+            "losses that the model adds would count only in evaluation. Name 'losses' in mutable, "
+            "too."
         )
     if task.grads_hook is not None and not callable(task.grads_hook):
         raise TypeError(
@@ -113,7 +114,7 @@ def _check_example_grads_hook(task: Any) -> None:
         option = "pad=False" if task.across is None else f"across={task.across!r}"
         raise ValueError(
             f"{option} computes batches as a whole, but example_grads_hook needs a gradient for "
-            "each example: leave one of them out."
+            "each example: remove one of these options."
         )
     if task.precision == "float16":
         raise ValueError(
@@ -123,14 +124,14 @@ def _check_example_grads_hook(task: Any) -> None:
 
 
 def check_names(reported: Iterable[str]) -> None:
-    """Checks the names of what an objective reports."""
+    """Checks the names of the values that an objective reports."""
     for name in reported:
         if why := why_taken(name):
             raise ValueError(f"The objective cannot report {name}: {why}. Use another name.")
 
 
 def check_across(across: str | None) -> None:
-    """Checks the name of what a loss sees."""
+    """Checks the option `across`."""
     if across not in (None, "batch"):
         raise ValueError(f"across must be 'batch' or None, got {across!r:.60}.")
 
@@ -153,7 +154,7 @@ def _check_collected(metrics: Mapping[str, Metric]) -> None:
 
 
 def check_objective(task: Any) -> None:
-    """Checks the options beside an objective."""
+    """Checks an objective, and the options that cannot be combined with it."""
     if not callable(task.objective):
         raise TypeError(
             f"objective must be (apply, batch, rngs) -> values, got {task.objective!r:.80}."
@@ -172,17 +173,17 @@ def check_objective(task: Any) -> None:
         )
     if hasattr(task, "optimizer") and task.metrics:
         raise ValueError(
-            "metrics would have no outputs to measure, as the objective calls the model itself: "
+            "metrics would have no outputs to measure, since the objective calls the model itself: "
             "return them as its aux. Model(..., metrics=...) measures them in evaluation."
         )
     if task.penalty_in_loss:
         raise ValueError(
-            "penalty_in_loss=True is for a loss of the outputs, and the objective calls the model "
+            "penalty_in_loss=True is for a loss of the outputs, but the objective calls the model "
             "itself: add the penalty to its values, which are the reported loss."
         )
     if getattr(task, "across", None) is not None:
         raise ValueError(
-            "across='batch' is for a loss of the outputs, and the objective calls the model "
+            "across='batch' is for a loss of the outputs, but the objective calls the model "
             "itself: give a loss, or pad=False with one device or strategy=Sharded(). On several "
             "devices an objective may gather their rows: jax.lax.all_gather(x, 'replica', "
             "tiled=True)."
@@ -201,7 +202,7 @@ def _check_own_step(task: Any) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{', '.join(wrong)} would have no effect: the task has a custom step. Do it in "
+            f"{', '.join(wrong)} would have no effect: the task has a custom step. Implement it in "
             "the step or in its optimizer."
         )
 
@@ -209,13 +210,13 @@ def _check_own_step(task: Any) -> None:
 def _extended_optimizer(
     task: Any, freeze: Sequence[str], apply: object
 ) -> optax.GradientTransformation:
-    """The optimizer of a task with what the options of the task put around it."""
+    """Wraps the optimizer of a task for its options, such as `freeze`, `clip_norm` and `ema`."""
     given, own = task.optimizer, getattr(task.step, "optimizer", None)
     if given is None and task.step is not None:
         given = optax.identity() if own is None else own
     if own is not None and given is not own:
         raise ValueError(
-            "The step has its own optimizers, those of nnx_step: leave the optimizer out."
+            "The step has the optimizers given to nnx_step: remove the task's optimizer."
         )
     if hasattr(given, "tx") and hasattr(given, "wrt"):
         given = _transformation_of(given)
@@ -233,7 +234,7 @@ def _extended_optimizer(
             f"{given!r:.80}.{advice}"
         )
     user = getattr(given, "optimizer_def", given)
-    user = getattr(user, "user", user)  # That of a task whose other fields are replaced.
+    user = getattr(user, "user", user)  # `dataclasses.replace` passes an already wrapped one.
     if isinstance(user, MultiOptimizer):
         user = user.with_patterns(
             lambda filter: select("MultiOptimizer", filter, apply, collection="params")
@@ -251,13 +252,13 @@ def _extended_optimizer(
 
 
 def _transformation_of(optimizer: Any) -> optax.GradientTransformation:
-    """The transformation of an `nnx.Optimizer`."""
+    """Returns the transformation of an `nnx.Optimizer`."""
     from flax import nnx
 
     if (wrt := optimizer.wrt) is not nnx.Param:
         raise ValueError(
-            f"The nnx.Optimizer trains wrt={wrt!r}, and a task trains all parameters that it does "
-            "not freeze: pass optimizer.tx, and freeze=nnx.Not(...) of what is to be trained."
+            f"The nnx.Optimizer trains wrt={wrt!r}, but a task trains all parameters that are not "
+            "frozen: pass optimizer.tx, and freeze=nnx.Not(...) with the filter to train."
         )
     _say_tx()
     return optimizer.tx
@@ -272,5 +273,5 @@ def _say_tx() -> None:
 
 
 def names_of(names: Sequence[str]) -> tuple[str, ...]:
-    """One name or several, as a tuple."""
+    """Returns one name or several as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)

@@ -1,4 +1,4 @@
-"""Metrics of a model with several outputs, by the names of the outputs."""
+"""Metrics by output, for models with several outputs."""
 
 import dataclasses
 import functools
@@ -15,21 +15,20 @@ from flaxfit.tree import Array, PyTree, Sums, is_named
 
 
 def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric]:
-    """The metrics by name; with several outputs, the loss of each is one of them.
+    """Resolves metrics by name; with losses by output, each loss becomes a metric.
 
-    Metrics under the name of an output see that output and its target alone, and are called
-    "<output>_<metric>". So do those of a list that has a list, a name or None for each output.
-    Beside one loss for all outputs, or none, these are lists, since a name alone is a metric of all
-    outputs there.
+    Metrics under the name of an output, or in a list with an item per output, see only that output
+    and its target, and are called "<output>_<metric>". With one loss for all outputs, or none,
+    these items must be lists, because a single name is then a metric of all outputs.
     """
     given, found = () if given is None else given, {}
     if isinstance(loss, LossByOutput):
         found = {f"{name}_loss": _metric_of_loss(loss, name) for name in loss.losses}
     elif names := _outputs_with_lists(given):
-        every: Any = dict.fromkeys(names, loss)  # Which only picks the outputs.
+        every: Any = dict.fromkeys(names, loss)  # Used only to pick outputs.
         loss = LossByOutput(every, dict.fromkeys(names, 1.0), tuple(names))
     else:
-        is_alone = _is_list(given) and _is_nested(given)  # Of the only output.
+        is_alone = _is_list(given) and _is_nested(given)  # A nested list for the only output.
         return metrics.as_metrics((given[0] or ()) if is_alone else given)
     given = _by_output(given, list(loss.names))
     if isinstance(given, Mapping):
@@ -44,7 +43,7 @@ def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric
 
 
 def _outputs_with_lists(given: Any) -> list[str]:
-    """The outputs that have lists of metrics, or None, by name or in their order."""
+    """Returns the outputs that have a list of metrics or None, by name or in order."""
     if isinstance(given, Mapping):
         listed = {n: each for n, each in given.items() if each is None or _is_list(each)}
         return list(listed) if any(map(_is_list, listed.values())) else []
@@ -61,7 +60,7 @@ def _is_list(given: object) -> bool:
 
 
 def _by_output(given: Any, names: list[str]) -> Any:
-    """Lists of metrics in the order of the outputs, as Keras takes them, by output name."""
+    """Converts lists of metrics in the order of outputs, as in Keras, to a mapping by output."""
     if isinstance(given, str):
         given = [given]
     if not isinstance(given, list | tuple) or not given:
@@ -79,7 +78,7 @@ def _by_output(given: Any, names: list[str]) -> Any:
 
 
 def _metric_of_loss(loss: LossByOutput, name: str) -> "MetricOfOutput":
-    """The metric that reports one of several losses."""
+    """Returns the metric that reports the loss of one output."""
 
     def measure(*outputs_and_targets: PyTree, weights: Array | None = None) -> Sums:
         if weights is None:
@@ -98,13 +97,13 @@ def _metric_of_loss(loss: LossByOutput, name: str) -> "MetricOfOutput":
 
 @dataclasses.dataclass(frozen=True)
 class MetricOfOutput(metrics.Metric):
-    """A metric of one output, whose weights it is measured with."""
+    """A metric of one output, measured with the weights of that output."""
 
     output: str = ""
 
 
 def with_names(task: Any, outputs: PyTree) -> PyTree:
-    """A NamedTuple of outputs as a mapping, if losses or metrics are by name in another order."""
+    """Converts a NamedTuple of outputs to a mapping, if the task names them in another order."""
     if not is_named(outputs):
         return outputs
     of_outputs = [m.output for m in task.metrics.values() if isinstance(m, MetricOfOutput)]
@@ -114,5 +113,5 @@ def with_names(task: Any, outputs: PyTree) -> PyTree:
 
 
 def is_loss_of_output(metric: metrics.Metric) -> bool:
-    """Whether a metric reports one of several losses."""
+    """Whether a metric reports the loss of one output."""
     return isinstance(getattr(getattr(metric.values, "func", None), "__self__", None), LossByOutput)

@@ -1,4 +1,4 @@
-"""Mixed precision: a model that computes in 16 bits, with parameters and results in 32."""
+"""Mixed precision: computation in 16 bits, with parameters and results in 32 bits."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ PRECISIONS = (None, "float32", "bfloat16", "float16")
 
 
 def in_precision(apply: Function, precision: str | None) -> Function:
-    """Wraps `apply` to cast parameters and inputs down to a precision, and results up again.
+    """Wraps `apply` to cast parameters and inputs to a precision, and results back to float32.
 
     The other collections, such as BatchNorm's statistics, are not cast.
     """
@@ -33,10 +33,7 @@ def in_precision(apply: Function, precision: str | None) -> Function:
 
 
 def in_float32(tree: PyTree) -> PyTree:
-    """Casts the floating-point arrays of less than 32 bits to float32.
-
-    Losses and metrics are computed in it, whatever a module computes in.
-    """
+    """Casts narrower floats to float32, in which losses and metrics are computed."""
 
     def up(x: ArrayLike) -> ArrayLike:
         dtype = getattr(x, "dtype", None)

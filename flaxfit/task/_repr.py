@@ -1,4 +1,4 @@
-"""The reprs of tasks: their options in words, and never the data."""
+"""The reprs of tasks: options that differ from the defaults, and shapes instead of data."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from flaxfit.tree import Data
 
 
 def describe(task: Any) -> str:
-    """Returns the repr of a task: what differs from the defaults."""
+    """Returns the repr of a task, with the fields that differ from the defaults."""
     parts = [
         f"{field.name}={words}"
         for field in dataclasses.fields(task)
@@ -32,7 +32,7 @@ def name_of(function: Any) -> str:
 
 
 def describe_loss(loss: Any) -> str:
-    """Returns the name of a loss, or those of several by output."""
+    """Returns the name of a loss, or the names of losses by output."""
     if (several := getattr(loss, "losses", None)) is not None:
         return f"{{{', '.join(f'{name}: {name_of(each)}' for name, each in several.items())}}}"
     return name_of(loss)
@@ -58,8 +58,8 @@ def _is_default(field: dataclasses.Field, value: Any) -> bool:
 
 
 def _in_words(name: str, value: Any) -> str:
-    """Returns a short text of the value of a field; "" if it has none."""
-    if name == "optimizer":  # Those of Optax are functions without a name.
+    """Returns a short text for the value of a field, or ""."""
+    if name == "optimizer":  # Optax transformations are functions without a name.
         return repr(value) if isinstance(value, Adjustable) else ""
     if name == "loss":
         return describe_loss(value)

@@ -1,4 +1,4 @@
-"""What the functions of a task are called with, checked against their signatures."""
+"""Checks the signatures of a task's functions against the arguments of their calls."""
 
 import functools
 import inspect
@@ -8,10 +8,10 @@ from flaxfit.tree import Function, parameters
 
 
 def takes_ema(task: Any) -> bool:
-    """Whether the objective of a task is given the model with the average of its parameters.
+    """Whether the objective receives the model with averaged parameters as `ema`.
 
-    One that has a default for `ema` is, if the task keeps an average; an `EvalTask` measures one
-    set of weights, which is the average as well.
+    An objective with a default for `ema` receives it only if the task keeps an average. In an
+    `EvalTask`, `ema` is the measured model itself.
     """
     asked = _ema_of(task.objective)
     return asked is not None and (
@@ -20,7 +20,7 @@ def takes_ema(task: Any) -> bool:
 
 
 def objective_in_evaluation(task: Any) -> Function | None:
-    """The objective of a task that is trained, which in evaluation is given `ema` only if it is."""
+    """Returns a training task's objective for evaluation, with the same decision about `ema`."""
     asked = _ema_of(task.objective)
     if asked is None or takes_ema(task):
         return task.objective
@@ -28,7 +28,7 @@ def objective_in_evaluation(task: Any) -> Function | None:
 
 
 def _ema_of(objective: Any) -> inspect.Parameter | None:
-    """The parameter `ema` of an objective, unless a partial function has a value for it."""
+    """Returns the parameter `ema` of an objective, unless a partial function binds it."""
     if isinstance(objective, functools.partial) and "ema" in objective.keywords:
         return None
     found = parameters(objective).get("ema")
@@ -39,7 +39,7 @@ def _ema_of(objective: Any) -> inspect.Parameter | None:
 def check_call(
     option: str, function: Any, *arguments: str, named: tuple[str, ...] | None = None
 ) -> None:
-    """Checks that a function can be called with these arguments; with `named`, and with others."""
+    """Checks that a function accepts these arguments; with `named`, it may require others."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # None and some callables have no signature.
@@ -51,5 +51,5 @@ def check_call(
         what = f"{arguments[0]} alone" if len(arguments) == 1 else f"({', '.join(arguments)})"
         more = "" if named is None else ", and by keyword with its companions and ema"
         raise TypeError(
-            f"{option} is called with {what}{more}; the one given takes {signature}: {error}."
+            f"{option} is called with {what}{more}, but its signature is {signature}: {error}."
         ) from None

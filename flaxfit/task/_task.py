@@ -179,7 +179,7 @@ class TrainTask:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of the outputs, where these have losses of their own or none."""
+        """The names of the outputs, if losses are given by output; else empty."""
         return _outputs_of(self.loss)
 
     @functools.cached_property
@@ -259,7 +259,7 @@ class EvalTask:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of the outputs, as those of a `TrainTask`."""
+        """The names of the outputs, as in `TrainTask`."""
         return _outputs_of(self.loss)
 
     @property
@@ -274,7 +274,7 @@ class EvalTask:
 
 
 def _roles_of(task: TrainTask | EvalTask, is_called: bool) -> Roles:
-    """The roles of a task; where a function of the user's own calls the model, of any inputs."""
+    """Returns the roles of a task; `is_called`: whether flaxfit calls the model itself."""
     call = inputs_of(task.apply) if is_called else None
     return Roles(task.inputs, task.targets, task.weights, call, _outputs_of(task.loss))
 
@@ -309,7 +309,7 @@ def averaged_by(task: TrainTask, state: PyTree) -> PyTree:
     """Returns a state with the average of its parameters, if the task keeps one."""
     if not hasattr(state, "opt_state"):  # A state for inference.
         return state
-    is_other = task.ema is None and has_ema(state)  # Of a run with other options.
+    is_other = task.ema is None and has_ema(state)  # The average is of a run with other options.
     return averaged(state) if has_average(state) and not is_other else state
 
 

@@ -78,7 +78,7 @@ def test_terms_of_the_loss_under_a_name_of_their_own_are_trained(module, losses,
 
 
 def test_terms_of_the_loss_need_to_be_mutable():
-    with pytest.raises(ValueError, match="losses='kl' and mutable=.* exclude each other"):
+    with pytest.raises(ValueError, match="losses='kl' cannot be combined with mutable="):
         make_model(Linen(), losses="kl", mutable=["batch_stats"])
     fit(make_model(Linen(), losses="kl", mutable=["losses", "kl"]))
 

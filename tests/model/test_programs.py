@@ -158,7 +158,7 @@ def test_other_variables_are_refused_until_the_change_is_undone(strategy, change
     layer, expected = net.layer, model.predict(X)
     change(net)
     for call in (lambda: fit(model), lambda: model.predict(X), lambda: model.evaluate(X, Y)):
-        with pytest.raises(ValueError, match=f"of this Pair are no longer those.*{words}"):
+        with pytest.raises(ValueError, match=f"of this Pair no longer match the Model.*{words}"):
             call()
     net.layer = layer
     np.testing.assert_array_equal(model.predict(X), expected)

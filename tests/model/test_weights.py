@@ -133,7 +133,7 @@ def test_weights_under_other_names_are_translated(trained, tmp_path):
     model.load_weights(tmp_path / "other.npz", translator=translator, partial="stem/bias")
     with pytest.raises(ValueError, match="head/kernel is not in the checkpoint"):
         model.load_weights(tmp_path / "other.npz", translator=translator)
-    with pytest.raises(TypeError, match="Without a translator, nothing takes the options seed"):
+    with pytest.raises(TypeError, match="The options seed need a translator"):
         model.load_weights(tmp_path / "other.npz", seed=1)
     with pytest.raises(ValueError, match="'body' matches no parameter"):
         model.load_weights(tmp_path / "other.npz", translator=translator, partial="body")
@@ -272,7 +272,7 @@ def test_a_file_is_opened_when_it_is_named(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"no archive")
     with pytest.raises(ff.importers.UnreadableFile, match=r"bad\.npz"):
         model.load_weights(tmp_path / "bad.npz")
-    with pytest.raises(TypeError, match="Without a translator, nothing takes the options strict"):
+    with pytest.raises(TypeError, match="The options strict need a translator"):
         model.load_weights(tmp_path / "bad.npz", strict=False)
 
 

@@ -200,7 +200,7 @@ def test_the_loss_with_the_penalty_is_that_of_keras(keras):
         (
             {"penalty_in_loss": True, "mutable": ["batch_stats"]},
             ValueError,
-            r"penalty_in_loss=True and mutable=\['batch_stats'\] exclude each other",
+            r"penalty_in_loss=True cannot be combined with mutable=\['batch_stats'\]",
         ),
         (
             {"penalty_in_loss": True, "loss": None, "objective": lambda apply, batch, rngs: 0},
