@@ -174,13 +174,13 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "expect other shapes", "(4
             TypeError,
             [
                 "takes 2 positional arguments but 3",
-                "the inputs, of shapes (32, 4), (32, 4) (a tuple is",
+                "the inputs, of shapes (32, 4), (32, 4) (a tuple or",
             ],
         ),
         (
             lambda: fit(X, LABELS, callbacks=[ff.callbacks.StopOnNaN]),
             TypeError,
-            ["got the class StopOnNaN: make one, StopOnNaN(...)"],
+            ["callbacks=[StopOnNaN(...)], not the class StopOnNaN"],
         ),
         (
             lambda: fit(X, LABELS, task={"lr": 0.1}),

@@ -227,7 +227,7 @@ SAY_SO = "depends on the other examples .* across='batch'"
 LONELY = {"rest": SAY_SO, "accumulate": SAY_SO, "devices": SAY_SO}
 SUM = "the penalty that the model adds .* a mean over"
 WHOLE, UNPADDED = {"across": "batch"}, {"pad": False}
-TO_BATCH = {"refused": {"virtual": "=.: .* there is no such way"}, "options": WHOLE}
+TO_BATCH = {"refused": {"virtual": "=.: .* such a loss cannot be computed"}, "options": WHOLE}
 PAIRS = {"targets": (), "model": towers, "inputs": ("x", "other")}
 SEVERAL = {"freeze": "b", "clip_norm": 0.1, "ema": 0.9}
 TWO_TOKENS = {"targets": both("steps"), "model": lambda p, x: both(tokens(p, x))}

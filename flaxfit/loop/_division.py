@@ -232,18 +232,11 @@ class Division(NamedTuple):
         states: PyTree,
         load: Callable[[], Batch] | None = None,
     ) -> tuple[str, Difference]:
-        """Finds which results depend on the division of a batch.
+        """Returns the owner of rows that depend on other rows, and the results that differ.
 
-        Args:
-          state: the state.
-          batch: the first batch.
-          states: the variables of companions.
-          load: makes the batch, if `batch` holds shapes only.
-
-        Returns:
-          The owner of rows that depend on other rows, or "", and the results that this division
-          changes. Dependent rows forbid padding, but not this division if the module reduces over
-          the axis of replicas itself.
+        Dependent rows forbid padding, but not this division if the module reduces over the axis of
+        replicas itself. `states` are the variables of companions; `load` makes the batch, if
+        `batch` holds shapes only.
         """
         if not has_rows(batch):
             return "", Difference()
@@ -385,15 +378,7 @@ class Division(NamedTuple):
         return state if self.strategy.n_processes == 1 else self.strategy.collect(state)
 
     def check(self, changed: Difference, *, pad: bool = True) -> None:
-        """Refuses a division that changes results.
-
-        Args:
-          changed: the second result of `find`.
-          pad: whether the task allows padding.
-
-        Raises:
-          ValueError: the division changes a result; names it and the alternatives.
-        """
+        """Raises a ValueError if `changed`, of `find`, is not empty; `pad` is that of the task."""
         why = about_change(changed, self.text, self.n_parts, self.strategy.axis_name, pad=pad)
         if self.text and why:
             raise ValueError(why)

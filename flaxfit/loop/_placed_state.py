@@ -96,10 +96,7 @@ class PlacedState:
         self.hold(with_opt_state(old, opt_state))
 
     def set_optimizer(self, optimizer: Any) -> Late:
-        """Rebuilds the optimizer state after a change of `freeze`; keeps the parts that still fit.
-
-        Returns the parameters that were unfrozen after the first update, so far.
-        """
+        """Rebuilds the optimizer state for another `freeze`; returns its later generations."""
         state = self._strategy.collect(self.value)
         opt_state, _, late = continued_state(
             state.opt_state, optimizer, state.params, state.model_state, is_same=True

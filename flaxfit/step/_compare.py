@@ -151,8 +151,8 @@ def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: 
             names = [*outputs[0]]
             raise ValueError(
                 f"The metric {name!r} failed on a mapping of outputs, "
-                f"{', '.join(map(repr, names))}: {error}. List the metrics of single outputs by "
-                f"name: "
+                f"{', '.join(map(repr, names))}: {error}. Put the metrics of single outputs into "
+                f"lists by name: "
                 f"metrics={{{names[0]!r}: [{name!r}]}}."
             ) from error
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (outputs, targets)]

@@ -12,11 +12,9 @@ def check_own_weights(owner: str, function: Function, outputs: PyTree, targets: 
 
     Two losses in a tuple look like values and weights, but the second one depends on the outputs.
 
-    Args:
-      owner: the name of the function, for the message.
-      function: `(*outputs, *targets) -> values`, or a tuple of values and weights.
-      outputs: arrays, or their shapes and dtypes.
-      targets: as `outputs`.
+    The check is exact: it traces the derivative of the weights along any change of the outputs, and
+    asks whether the jaxpr depends on this change. `function` maps `(*outputs, *targets)` to values,
+    or to a tuple of values and weights; `owner` is its name in the message.
     """
     if jax.config.jax_disable_jit:  # In debug mode, user code is not traced.
         return

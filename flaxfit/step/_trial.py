@@ -56,14 +56,8 @@ Run = Callable[[PyTree, Batch, int], Pass]
 def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -> str:
     """Returns the owner of rows that change if other rows of the batch are replaced, or "".
 
-    It replaces the first half, the second half, and every second row. A trial on a few examples is
-    no proof: a branch on other data goes unnoticed.
-
-    Args:
-      run: the pass.
-      state: the state.
-      batch: the examples, from which a few are taken.
-      all_rows: whether to take all examples.
+    It replaces the first half, the second half, and every second row of a few examples, or of
+    `all_rows`. A trial is no proof: a branch on other data goes unnoticed.
     """
     batch = _picked(batch, slice(None)) if all_rows else _some_rows(run, state, batch)
     whole, n = _read(run(state, batch, 0)), n_examples(batch)

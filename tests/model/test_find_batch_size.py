@@ -50,7 +50,7 @@ def test_a_model_that_never_fits_is_told_what_to_change():
 
 
 def test_a_backend_without_a_limit_asks_for_one():
-    with pytest.raises(ValueError, match="does not tell.*pass limit="):
+    with pytest.raises(ValueError, match="does not report.*pass limit="):
         make_model().find_batch_size(x, y)
 
 

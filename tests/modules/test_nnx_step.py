@@ -360,7 +360,7 @@ def test_a_step_without_modules_or_sums_is_named():
 
 def test_optimizers_and_states_of_others_are_refused():
     step = nnx_step(train_step, **make())
-    with pytest.raises(ValueError, match="The step has its own optimizers"):
+    with pytest.raises(ValueError, match="The step has the optimizers given to nnx_step"):
         ff.TrainTask(step=step, optimizer=optax.sgd(0.1))
     state = ff.TrainState.create(optax.sgd(0.1), step.init(None))
     with pytest.raises(ValueError, match=r"TrainLoop\(step.init"):

@@ -210,5 +210,5 @@ def test_the_shapes_follow_an_error_that_they_may_explain_and_no_other():
 def test_a_layer_without_a_switch_names_the_argument_of_the_call(layer, field):
     model = nn.Sequential([nn.Dense(2), layer])
     task = ff.TrainTask(model, optax.sgd(0.1), "mse", (np.ones((4, 2)), np.ones((4, 2))))
-    with pytest.raises(ValueError, match=f"`train` and pass {field}=not train to the layer"):
+    with pytest.raises(ValueError, match=f"`train` to the call and pass {field}=not train"):
         ff.TrainLoop(model, task, 0, stdout=False)

@@ -182,9 +182,12 @@ def test_an_option_that_does_not_go_with_it_is_refused(options, words):
     [
         ({"loss": lambda y, t: jnp.mean((y - t) ** 2)}, "the loss is one number"),
         ({"loss": lambda y, t: (jnp.mean((y - t) ** 2, (1, 2)), y.sum())}, "has a penalty"),
-        ({"apply": Counting()}, "changes counts/n in training"),
+        ({"apply": Counting()}, "updates counts/n in training"),
         slow({"apply": WithStatistics()}, "changes batch_stats/.*/mean, batch_stats/.*/var in"),
-        ({"hook": lambda grads: {"w": grads["w"]}}, "example_grads_hook must return gradients of"),
+        (
+            {"hook": lambda grads: {"w": grads["w"]}},
+            "example_grads_hook must return gradients with",
+        ),
     ],
 )
 def test_what_has_no_gradient_by_example_is_refused(options, words):

@@ -143,7 +143,7 @@ def test_the_dtypes_of_gradients_stay():
     ids=["none", "part", "shape"],
 )
 def test_other_gradients_than_were_given_are_refused(wrong):
-    with pytest.raises(ValueError, match="grads_hook must return gradients of the structure"):
+    with pytest.raises(ValueError, match="grads_hook must return gradients with the structure"):
         step_of(wrong)
 
 

@@ -110,7 +110,7 @@ def test_two_losses_in_a_tuple_are_no_values_with_weights(role):
         return ff.TrainLoop(nn.Dense(1), task, 0, stdout=False).next_step()
 
     assert np.isfinite(first_step(confident).loss)
-    with pytest.raises(ValueError, match="weights of the first, and it depends on the outputs"):
+    with pytest.raises(ValueError, match="is taken for weights, but it depends on the outputs"):
         first_step(differences)
 
 

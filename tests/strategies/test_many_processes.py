@@ -206,7 +206,7 @@ def test_batches_that_nobody_divided_are_refused_in_every_process(two, alone, na
         said = json.loads((two / f"{name}-{process}.json").read_text())["undivided"][use]
         assert said.keys() == alone.shared_batches().keys()
         for text in said.values():
-            assert "all of which would compute with the same rows" in text
+            assert "all of them would compute with the same rows" in text
             assert "ArrayStream" in text and "as_stream(data, shared=False)" in text
 
 

@@ -19,12 +19,20 @@ def made(**options):
 @pytest.mark.parametrize(
     ("option", "function", "message"),
     [
-        ("grads_hook", lambda grads: grads, r"\(grads, state, sums\); .* takes \(grads\)"),
-        ("example_grads_hook", lambda grads, state, sums: grads, "grads alone; .* 'state'"),
+        (
+            "grads_hook",
+            lambda grads: grads,
+            r"\(grads, state, sums\), but its signature is \(grads\)",
+        ),
+        (
+            "example_grads_hook",
+            lambda grads, state, sums: grads,
+            "grads alone, but its signature is .* 'state'",
+        ),
         (
             "objective",
             lambda apply, batch: apply(*batch.inputs)[:, 0],
-            r"\(apply, batch, rngs\), and by keyword with its companions and ema; .* batch\)",
+            r"\(apply, batch, rngs\), and by keyword with its companions and ema, but .* batch\)",
         ),
         ("objective", lambda apply, batch, ema: 0, "multiple values for argument 'ema'"),
     ],
