@@ -1,4 +1,4 @@
-"""CallbackList: the callbacks of a loop, their order, and what they may return."""
+"""CallbackList: the callbacks of a loop, their order, and the checks of their results."""
 
 import contextlib
 import inspect

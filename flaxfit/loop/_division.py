@@ -338,7 +338,9 @@ class Division(NamedTuple):
         )
         mixed = try_rows(one, state, batch, all_rows=not proof.is_same_program)
         changed = Difference()
+        # The module reduces over replicas itself: only halves that see each other can agree.
         is_joint = proof.names_axis and axis is not None and self.n_parts == 1
+        # A program that depends on the number of rows is tried at the size that it will run at.
         if not proof.is_same_program and not (is_joint or mixed):
             mixed = try_parts(one, state, batch, self._part(batch))
         if not (is_joint or mixed):
@@ -362,6 +364,8 @@ class Division(NamedTuple):
                 kept = {name: like(new[name], old[name]) for name in new if name in old}
                 return state.replace(model_state={**old, **kept}), amount
 
+            # Parts run one after the other: the state after the last one must be that of the batch.
+            # Means over parts matter only between replicas.
             chain = halves(continued=continued)
             state_of_replicas = changed.state if self.n_replicas > 1 else ""
             rows = changed.rows or chain.rows  # Rows of the second half may read the model state.

@@ -8,12 +8,7 @@ def about_change(
 ) -> str:
     """Describes the result that a division would change, with alternatives; "" if none.
 
-    Args:
-      changed: the results that differ.
-      text: the option that divides the batch.
-      n_parts: the number of parts that a replica computes one after the other.
-      axis: the name of the axis of replicas, if one is mapped.
-      pad: whether the task allows padding.
+    `text` is the option that divides the batch, `axis` the mapped axis of replicas, if any.
     """
     if changed.rows:
         return about_rows(changed.rows, text, n_parts, pad=pad)

@@ -46,6 +46,7 @@ class PlacedState:
 
     def lend(self) -> tuple[Any, Any]:
         """Returns the state and the kept gradients as `Borrowed`, readable until the next step."""
+        # Bound now, since the next step replaces these attributes.
         unflatten, leaves, kept = self.layout.unflatten, self.leaves, self.grads
         state = Borrowed(lambda: unflatten(leaves))
         grads = None if kept is None else Borrowed(lambda: kept)

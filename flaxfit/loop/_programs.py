@@ -43,12 +43,10 @@ class Programs:
     def compiling(
         self, consistency: Consistency, prepared: PreparedBatch, step: int
     ) -> Iterator[None]:
-        """Times and announces the compilation within its block.
+        """Times and announces the compilation in a `with` block, for the first batch of a program.
 
-        Args:
-          consistency: compares the processes of the run.
-          prepared: the first batch of the program.
-          step: the number of its step.
+        The processes compare inputs before it and lowered programs after it, since a collective
+        between different programs would hang.
         """
         batch, before = prepared.batch, self.watch.seconds
         self._say("compiling…")

@@ -58,6 +58,7 @@ def update_statistics(
 
         old = state.model_state["batch_stats"]
         low = after(jax.tree.map(jnp.zeros_like, old))
+        # Far larger than `low`, so that the rounding of `high - low` hardly changes the momentum.
         start = jax.tree.map(lambda x: (1 + 100 * abs(x)).astype(x.dtype), low)
         mean = jax.tree.map(lambda *each: _mean(state.step, *each), old, low, start, after(start))
         return state.replace(model_state={**state.model_state, "batch_stats": mean}), {}

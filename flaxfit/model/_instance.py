@@ -51,12 +51,7 @@ class Instance:
         _OWNERS[id(module)] = self
 
     def write(self, variables: Callable[[], Variables], error: BaseException | None) -> None:
-        """Writes the variables after a `fit`.
-
-        Args:
-          variables: returns the variables.
-          error: the error that ended the `fit`, which a further error must not replace.
-        """
+        """Writes the variables after a `fit`; does not replace an `error` that ended it."""
         if self._handle is None or self._handle.assign is None:
             return
         try:
@@ -82,11 +77,7 @@ class Instance:
 
     @contextlib.contextmanager
     def fitting(self, *, is_watched: bool) -> Iterator[None]:
-        """Marks that a `fit` is running; prints at its end if it ignored changes.
-
-        Args:
-          is_watched: whether user code, which may change attributes, runs during the `fit`.
-        """
+        """Marks that a `fit` is running; reports changes during it at its end, if `is_watched`."""
         self._is_fitting = True
         try:
             yield
@@ -99,14 +90,10 @@ class Instance:
             )
 
     def check(self, init: Function, variables: Variables) -> None:
-        """Checks that the instance has the same variables as the model.
-
-        Args:
-          init: returns the variables of the instance.
-          variables: the variables of the model.
+        """Checks that `init` of the instance returns variables like those of the model.
 
         Raises:
-          ValueError: some were added or removed, or have other shapes.
+          ValueError: variables were added or removed, or have other shapes.
         """
         found = jax.eval_shape(init, None)
         found = {name: tree for name, tree in found.items() if not name.endswith("_axes")}

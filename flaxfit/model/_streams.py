@@ -76,7 +76,7 @@ def _passes(
                 "relates rows to each other, as an adjacency matrix does, pass shuffle=False"
             )
         stream = ArrayStream(*data, batch_size=size, shuffle=shuffle, seed=seed)
-        stream.epoch = n_before
+        stream.epoch = n_before  # The order of an epoch depends on the seed and its number alone.
         return stream
     # Indexed batches may be shuffled in their order, even if they shuffle rows themselves.
     shuffles = getattr(data, "shuffle", False) is True and not is_indexed(data)

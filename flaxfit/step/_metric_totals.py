@@ -122,6 +122,7 @@ def _two_sum(high: jax.Array, low: jax.Array, x: jax.Array) -> tuple[jax.Array, 
     total = high + x
     if not jnp.issubdtype(total.dtype, jnp.inexact):
         return total, low
+    # Rounded like any float operation, but total + error = high + x holds exactly.
     part = total - high
     error = (high - (total - part)) + (x - part)
     # After an overflow the error would be inf - inf = nan, and spoil the sum.

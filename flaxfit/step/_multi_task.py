@@ -61,6 +61,7 @@ def MultiTask(
             name: inspect(task, shapes_of(state), stream.samples[name], known=known[name]).shapes
             for name, task in tasks.items()
         }
+        # Every step returns the sums of all tasks, zeros for the others: totals keep one structure.
         for name, task in tasks.items():
             shapes = _sums_of(task, results[name], stream.samples[name])
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -228,6 +228,7 @@ def _rngs_of_call(names: Sequence[str], key: jax.Array | None, number: int) -> R
     """Returns the keys of a call of the model; the first call has those of a plain loss."""
     if key is None:
         return {}
+    # Streams fold in 0, ..., len(names) - 1, so calls fold in larger numbers: no key repeats.
     return rngs_of(names, jax.random.fold_in(key, len(names) + number) if number else key)
 
 

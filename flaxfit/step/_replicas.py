@@ -78,7 +78,7 @@ class Replicas:
             has_rows = jax.tree.map(lambda x: jnp.shape(x)[:1] == (n,), part)
 
         def joined(x: jax.Array, has_axis: bool) -> jax.Array:
-            if has_axis:
+            if has_axis:  # Its transpose is a reduce-scatter, which sums the gradients.
                 return jax.lax.all_gather(x, axis_name, tiled=True)
             if jnp.issubdtype(x.dtype, jnp.inexact):
                 return jax.lax.pmean(x, axis_name)

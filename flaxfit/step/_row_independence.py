@@ -169,7 +169,7 @@ def _results(pair: _Pair) -> list[Known]:
         return pair.all(None)
     if name in _ELEMENTWISE:
         return pair.all(Kind(pair.axis) if pair.agree() else None)
-    if name in _REDUCTIONS:
+    if name in _REDUCTIONS:  # A reduction over the row axis mixes rows.
         is_gone = bool(pair.axes & {*pair.one.params["axes"]})
         return pair.all(Kind(pair.axis) if pair.agree() and not is_gone else None)
     if name in _ALONG:
@@ -228,6 +228,7 @@ def _multiplied(pair: _Pair, axis: int) -> bool:
 
 def _convolved(pair: _Pair, axis: int) -> bool:
     numbers, (images, kernel) = pair.one.params["dimension_numbers"], pair.operands
+    # Batch groups would combine images; each kernel must see all of an image and no other.
     is_alone = pair.one.params["batch_group_count"] == 1
     is_batch = images.axis == numbers.lhs_spec[0] and axis == numbers.out_spec[0]
     return kernel == FREE and is_batch and is_alone and pair.agree(*_CONVOLUTION)
@@ -238,6 +239,7 @@ def _pooled(pair: _Pair, axis: int) -> bool:
     (kind, *_), params = pair.operands, pair.one.params
     if kind.axis is None or not pair.agree(*names):
         return False
+    # Along the row axis, the window must have size 1, without strides, dilation or padding.
     sizes = [params[name][kind.axis] for name in names if name != "padding"]
     return sizes == [1] * 4 and tuple(params["padding"][kind.axis]) == (0, 0)
 

@@ -113,6 +113,7 @@ def make_train_step(
         if kept:
             updated, unchanged = (_with(each, kept) for each in (updated, unchanged))
         if guards(task) or may_be_empty:
+            # A select per array, not a branch: the update is computed, then dropped.
             updated = _where(is_used > 0, updated, unchanged)
 
         sums = as_all_loss(task.loss, sums, penalty)

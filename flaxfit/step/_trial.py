@@ -159,6 +159,7 @@ def try_halves(
             all_rows=True,
         )
     whole, one, two = wholes[0], ones[0], twos[0]
+    # Results that differ between seeds are random: rows cannot be compared then, only statistics.
     is_random = any(
         _differ(a, b, _SAME)
         for other in wholes
@@ -173,6 +174,7 @@ def try_halves(
         if _is_key(a[0]):
             return False
         old, rounding = olds.get(path) if is_state else None, 0.0
+        # Compare changes: next to a large old value, a wrong change would pass for rounding.
         if old is not None and old.shape == a[0].shape and old.dtype == a[0].dtype != bool:
             old = np.asarray(old)
             a, b, c = ([x - old for x in each] for each in (a, b, c))

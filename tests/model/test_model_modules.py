@@ -91,7 +91,7 @@ def test_what_is_not_trained_is_said(capsys):
 
     fit(make_model(Shifted, losses=Kl), verbose=2)
     said = capsys.readouterr().err
-    assert "plain arrays in attributes are constants: self.shift [3]. Wrap" in said
+    assert "plain arrays in attributes are constants: self.shift [3]. To train one, wrap it" in said
 
 
 def test_values_that_are_not_added_to_the_loss_are_said_once(capsys):
