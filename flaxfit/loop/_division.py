@@ -261,8 +261,8 @@ class Division(NamedTuple):
         """Returns the batch with the model's outputs as inputs, for losses and metrics."""
         run = self.strategy.bind(functools.partial(outputs_of, task))
         run = run if runs_eagerly(run) else jax.jit(run)
-        # Perturbed, because the outputs of initial weights are often all zero.
-        moved = _moved(self._own(state), np.float32(_AMOUNT))
+        # Perturbed, because the outputs of initial weights may all be zero.
+        moved = _moved(self._local(state), np.float32(_AMOUNT))
         return batch._replace(inputs=run(moved, batch, states))
 
     def _prove(
@@ -299,7 +299,7 @@ class Division(NamedTuple):
 
         The amount is an argument of the programs, so that they are compiled once for all amounts.
         """
-        run, own = self.strategy.bind(self.run), self._own(state)
+        run, own = self.strategy.bind(self.run), self._local(state)
         jit = (lambda f: f) if runs_eagerly(run) else jax.jit
 
         def made(function: Function) -> Function:
@@ -372,7 +372,7 @@ class Division(NamedTuple):
             changed = Difference(rows, state_of_replicas, chain.chained, changed.penalty)
         return mixed, changed
 
-    def _own(self, state: PyTree) -> PyTree:
+    def _local(self, state: PyTree) -> PyTree:
         """Returns the state as arrays of this process; one copy if it is replicated."""
         arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
         if all(x.is_fully_replicated for x in arrays):
@@ -382,7 +382,7 @@ class Division(NamedTuple):
         return state if self.strategy.n_processes == 1 else self.strategy.collect(state)
 
     def check(self, changed: Difference, *, pad: bool = True) -> None:
-        """Raises a ValueError if `changed`, of `find`, is not empty; `pad` is that of the task."""
+        """Raises a ValueError if the division has `changed` results; `pad` is that of the task."""
         why = about_change(changed, self.text, self.n_parts, self.strategy.axis_name, pad=pad)
         if self.text and why:
             raise ValueError(why)

@@ -97,7 +97,7 @@ class PlacedState:
         self.hold(with_opt_state(old, opt_state))
 
     def set_optimizer(self, optimizer: Any) -> Late:
-        """Rebuilds the optimizer state for another `freeze`; returns its later generations."""
+        """Rebuilds the optimizer state for another `freeze`; returns its generations."""
         state = self._strategy.collect(self.value)
         opt_state, _, late = continued_state(
             state.opt_state, optimizer, state.params, state.model_state, is_same=True
