@@ -26,6 +26,12 @@ def about_change(
             "differ from that of the whole batch, as it is neither the mean of those of its parts "
             f"nor the same in all. Use {advice}."
         )
+    if changed.shared:
+        return (
+            f"Cannot divide a batch, with {text}: the output {changed.shared} of the model, one "
+            "for a batch, is not the mean of those of the parts, which the loss would be given. "
+            f"Return one value per example, or use {advice}."
+        )
     if changed.penalty:
         return (
             f"Cannot divide a batch, with {text}: the penalty that the model adds to the loss is "
@@ -52,6 +58,13 @@ def about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
             "strategy=Sharded(), without accumulate and virtual_replicas. With pad=False an "
             "objective may also gather the rows of all devices itself: "
             "jax.lax.all_gather(x, 'replica', tiled=True)."
+        )
+    if owner.endswith("sums"):
+        return (
+            f"{owner.removesuffix(', whose sums')} cannot be measured "
+            f"{f'with {text}' if text else 'with batches that may be padded'}: the sums that it "
+            "returns for a batch are not those of its parts added up, or count examples of weight "
+            "0. Return sums over the examples, each times its weight."
         )
     if not pad and owner.startswith("The metric"):
         return (

@@ -1,7 +1,8 @@
 """Feed: brings the batches of a stream onto the devices, as compiled programs take them."""
 
+import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -113,15 +114,22 @@ class Feed:
         """Whether a batch may have to be padded."""
         return batch
 
-    def decide(self, why_not: str) -> None:
-        """Pads all batches from now on, unless a text says why not: then it splits them."""
-        self.why_not = why_not
+    def decide(self, why_not: str, examine: Callable[[Batch], str] | None = None) -> None:
+        """Pads all batches from now on, unless a text says why not: then it splits them.
+
+        Args:
+          why_not: why not.
+          examine: returns the same of a batch whose rows have other shapes, such as of longer
+            sequences: the model may mix those.
+        """
+        self.why_not, self._examine = why_not, examine
         self.may_pad |= bool(why_not)  # It is known already why not.
         n, is_even = self.batch_size, self._is_even and self._drops_weights
         self._remainder_padder = self._make(why_not or "it is a remainder", size=n)
-        self._padder = self._make(
-            why_not, size=n, is_own=self.is_own, is_even=is_even, say=self._say
-        )
+        options = {"is_own": self.is_own, "is_even": is_even, "say": self._say}
+        self._padder = self._make(why_not, size=n, **options)
+        self._padders = {_form_of(self.shapes): self._padder}
+        self._make_padder = functools.partial(self._make, size=n, **options)
         self.is_decided = True
 
     # Batches of the stream.
@@ -152,7 +160,8 @@ class Feed:
 
     def _portion(self, item: PyTree) -> Portion:
         if not self.cursor.takes_rows:
-            return self._padder(item)
+            batch = normalize(item, is_whole=self.is_whole)
+            return self._padder_of(batch, self._padders, self._make_padder)(batch)
         portion = self._padder(Batch((item,)))
         if self.resident is not None and portion.strategy is self._strategy:
             portion = local_rows(portion._replace(is_weighted=self.resident.weights is not None))
@@ -162,6 +171,18 @@ class Feed:
             return local_examples(portion, self.examples)
         # On fewer devices than hold the data.
         return self._remainder_padder(self.examples(item))
+
+    def _padder_of(
+        self, batch: Batch, known: dict[tuple[Hashable, ...], Padder], make: Callable[[str], Padder]
+    ) -> Padder:
+        """Returns the padder of batches whose rows have the shapes of these."""
+        if (form := _form_of(batch)) not in known:
+            first = next(iter(known.values()))
+            if self._examine is None or not self._is_mixed and form[0] != next(iter(known))[0]:
+                return first  # Refuses another structure.
+            why_not = self._examine(batch)
+            known[form] = first if why_not == first.why_not else make(why_not)
+        return known[form]
 
     def without_padding(self, outputs: PyTree, n: int) -> PyTree:
         """Returns `n` rows of the joined outputs, or `n` of each process if `is_own`."""
@@ -191,16 +212,23 @@ class Feed:
             check_weights_of(batch, "This batch")  # To read others would wait for the devices.
         return batch
 
-    def decide_given(self, why_not: str) -> None:
+    def decide_given(self, why_not: str, batch: Batch) -> None:
         """As `decide`, for given batches: of any size, and padded no further than to divide."""
-        self._given_padder = self._make(
-            why_not, size=sys.maxsize if why_not else 1, is_own=self._strategy.n_processes > 1
-        )
+        self._given_padders = {_form_of(batch): self._make_given(why_not)}
         self.is_decided_for_given = True
+
+    def _make_given(self, why_not: str) -> Padder:
+        size, is_own = sys.maxsize if why_not else 1, self._strategy.n_processes > 1
+        return self._make(why_not, size=size, is_own=is_own)
 
     def load_given(self, item: PyTree) -> Loaded:
         """Returns a batch that is not of the stream, on the devices."""
-        return self._assemble_given([item], lambda item: self._given_padder(self.given(item)))
+
+        def prepared(item: PyTree) -> Portion:
+            batch = self.given(item)
+            return self._padder_of(batch, self._given_padders, self._make_given)(batch)
+
+        return self._assemble_given([item], prepared)
 
     # Batches for a look at the program.
 
@@ -264,6 +292,12 @@ def feed_of_pass(
     feed = Feed(strategy, form, is_whole=may_be_whole(task, strategy))
     feed.take_from(Cursor(stream, is_trained_on=False))
     return feed
+
+
+def _form_of(batch: Batch | None) -> tuple[Hashable, ...]:
+    """What batches have in common that differ in their numbers of rows alone."""
+    leaves, structure = jax.tree.flatten((batch or Batch(()))[:2])
+    return structure, *((np.shape(leaf)[1:], leaf.dtype) for leaf in leaves)
 
 
 def _rounded(data: Batch, batch_size: int) -> Batch:

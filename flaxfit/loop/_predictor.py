@@ -162,12 +162,17 @@ class Predictor:
         """Validates the model on the first batch, which decides how all are padded or split."""
         batch, may_pad = feed.begin(first), feed.may_pad
         feed.decide("")
-        batch = feed.padded(batch)._replace(targets=(), weights=None)
-        why_not = self.check(strategy, state, batch, may_pad=may_pad)
-        # Rows that only the loss combines (`across`) do not depend on one another here.
-        if not self.task.pad and self.task.across is None:
-            why_not = why_not or "the task has pad=False"
-        feed.decide(why_not)
+        padded = feed.padded(batch)
+
+        def why_not(batch: Batch) -> str:
+            batch = batch._replace(targets=(), weights=None)
+            found = self.check(strategy, state, batch, may_pad=may_pad)
+            # Rows that only the loss combines (`across`) do not depend on one another here.
+            if not self.task.pad and self.task.across is None:
+                return found or "the task has pad=False"
+            return found
+
+        feed.decide(why_not(padded), why_not)
 
     def check(self, strategy: Strategy, state: PyTree, batch: Batch, *, may_pad: bool) -> str:
         """Validates the model on a batch; returns why padding, if it may be needed, is unsafe.

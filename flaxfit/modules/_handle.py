@@ -25,6 +25,8 @@ class ModuleHandle(NamedTuple):
     """Returns a module that holds these variables, in evaluation mode."""
     inputs: Callable[[], tuple[str, ...] | None]
     """Returns the names of the inputs of its call; None if it takes any, or they are unknown."""
+    evaluated: Callable[[], Function]
+    """Returns its `apply` in evaluation mode."""
     assign: Callable[[Variables], list[Any]] | None = None
     """Writes variables into an NNX instance, if it still exists, and returns the arrays that it
     now holds; None for other modules."""

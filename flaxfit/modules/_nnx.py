@@ -177,6 +177,11 @@ def from_nnx(
         init=init_of,
         merged=merged,
         inputs=lambda: inputs,
+        evaluated=lambda: (
+            from_nnx(
+                nnx.merge(graph, random, template), call=call, train=False, losses=losses, **given
+            ).apply
+        ),
         assign=assign if is_instance else None,
         paths=lambda filter: states.selected(nnx.merge(graph, random, template), filter),
         streams=None if position is not None else states.names_of_streams(random),

@@ -151,6 +151,7 @@ def _linen_handle(module: nn.Module, init: Function) -> ModuleHandle:
         init=lambda module: init,
         merged=lambda variables: switched(module, False)[0].bind(variables),
         inputs=lambda: input_names(module) if callable(module) else None,
+        evaluated=lambda: functions_of(module, train=False).apply,
     )
 
 
@@ -163,18 +164,14 @@ def handle_of(apply: object) -> ModuleHandle | None:
 
 
 def in_evaluation(apply: Function) -> Function:
-    """Makes `(variables, *inputs, **named) -> outputs` of the module of an `apply`, in evaluation.
+    """Makes the `apply` in evaluation mode of the module that an `apply` belongs to.
 
     Calling it raises an error where the module is not known.
     """
-    handle: Any = handle_of(apply)
 
     def measure(variables: Variables, *inputs: PyTree, **named: PyTree) -> PyTree:
-        module = handle.module()
-        if isinstance(module, nn.Module):
-            return functions_of(module, train=False).apply(variables, *inputs, **named)
-        merged = handle.merged(variables)
-        return merged(*inputs, **call_flags(merged.__call__, False), **named)
+        handle: Any = handle_of(apply)
+        return handle.evaluated()(variables, *inputs, **named)
 
     return measure
 
