@@ -58,7 +58,7 @@ def from_metric_class(metric_class: type[Any]) -> Metric:
         call = caller_of(metric_class, arguments)
         arguments = jax.tree.map(jnp.asarray, arguments)
         one_row_each = jax.tree.map(lambda array: array[:, None], arguments)
-        # No other axis has as many rows, which would let shapes pass that do not fit.
+        # A number of rows that no other axis has: else wrong shapes could match by accident.
         n = 1 + max(max(leaf.shape) for leaf in jax.tree.leaves(arguments))
         longer = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((n, *leaf.shape[1:]), leaf.dtype), arguments
@@ -102,7 +102,7 @@ def from_metric_class(metric_class: type[Any]) -> Metric:
 
 
 def _are_same(one: PyTree, other: PyTree, sizes: PyTree) -> jax.Array:
-    """Whether two states, or their values, are equal but for rounding."""
+    """Returns whether two states, or their values, are equal up to rounding."""
 
     def close(a: ArrayLike, b: ArrayLike, atol: ArrayLike) -> jax.Array:
         return jnp.isclose(a * 1.0, b * 1.0, 1e-4, atol, equal_nan=True).all()
@@ -110,12 +110,12 @@ def _are_same(one: PyTree, other: PyTree, sizes: PyTree) -> jax.Array:
     same = jnp.array(jax.tree.leaves(jax.tree.map(close, one, other, sizes))).all()
     try:
         return same | close(one.compute(), other.compute(), 1e-6)
-    except Exception:  # Some compute on the host alone, which fails here in many ways.
+    except Exception:  # Some compute only on the host, which fails in many ways here.
         return same
 
 
 def caller_of(metric_class: type[Any], arguments: tuple[PyTree, ...]) -> Function:
-    """The class's `from_model_output`, as a function of positional arguments."""
+    """Returns `from_model_output` of a class as a function of positional arguments."""
     make = metric_class.from_model_output
     parameters = inspect.signature(make).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
@@ -137,7 +137,7 @@ _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def _kept_leaves(state: PyTree, name: str) -> PyTree:
-    """Which leaves `merge` keeps (True) and which it adds (False), found by trying numbers."""
+    """Returns which leaves `merge` keeps (True) or adds (False), by trying two numbers."""
     leaves, structure = jax.tree.flatten(state)
     low, high = (
         [np.full(np.shape(leaf), number, jnp.result_type(leaf)) for leaf in leaves]
@@ -162,13 +162,13 @@ def _kept_leaves(state: PyTree, name: str) -> PyTree:
 
 
 def _mean_of(leaf: ArrayLike, n_sums: ArrayLike) -> np.ndarray:
-    """A constant, in its own dtype, from the sum of its copies."""
+    """Returns a constant, in its own dtype, from the sum of its copies."""
     constant = np.asarray(ratio(leaf, n_sums))
     return constant.astype(np.asarray(leaf).dtype)
 
 
 def cannot_use(name: str, why: str) -> ValueError:
-    """The error of a metric class that has no exact form here."""
+    """Returns the error for a metric class that cannot be computed exactly from sums."""
     return ValueError(
         f"Cannot use the metric class {name}: {why}. Pass a Metric(measure, compute), or bring the "
         "arguments into its form with flaxfit.metrics.on(arguments, metric). Or compute it on the "

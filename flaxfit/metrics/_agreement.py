@@ -18,7 +18,7 @@ from flaxfit.tree import Array, ArrayLike, Sums
 def _of_counts(
     name: str, value: Callable[[Counts], ArrayLike], mode: str | None = "max", **options: Any
 ) -> Metric:
-    """Makes a metric of the counts by class."""
+    """Makes a metric from the counts by class."""
     count = count_answers(name, **options)
 
     def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
@@ -28,7 +28,7 @@ def _of_counts(
 
 
 def _agreement(name: str, value: Callable[[Counts], ArrayLike]) -> Metric:
-    """Makes a metric of all classes; of several labels, of "yes" and "no" as two classes.
+    """Makes a metric over all classes; with several labels, over the classes "yes" and "no".
 
     Its options are `threshold`, `from_logits` and `multilabel`, as of `precision`.
     """
@@ -55,7 +55,7 @@ def _mean_recall(counts: Counts) -> ArrayLike:
 
 
 balanced_accuracy = _agreement("balanced_accuracy", _mean_recall)
-"""The mean over the classes that occur of the share of their examples that are predicted right."""
+"""The mean recall of the classes that occur."""
 
 
 def _correlation(counts: Counts) -> ArrayLike:
@@ -180,13 +180,13 @@ def _number_of(part: str, mode: str) -> Metric:
 
 
 true_positives = _number_of("tp", "max")
-"""The weight of what has the label and was predicted to have it."""
+"""The weight of the elements that have the label and are predicted to have it."""
 
 false_positives = _number_of("fp", "min")
-"""The weight of what was predicted to have the label and does not."""
+"""The weight of the elements that lack the label and are predicted to have it."""
 
 true_negatives = _number_of("tn", "max")
-"""The weight of what does not have the label and was not predicted to have it."""
+"""The weight of the elements that lack the label and are predicted to lack it."""
 
 false_negatives = _number_of("fn", "min")
-"""The weight of what has the label and was not predicted to have it."""
+"""The weight of the elements that have the label and are predicted to lack it."""

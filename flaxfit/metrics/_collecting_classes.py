@@ -16,7 +16,7 @@ from flaxfit.tree import Array, PyTree, Sums
 
 def is_collecting_class(metric: object) -> TypeGuard[type[Any]]:
     """Whether this is a `CollectingMetric` of clu, or a metric class that cannot merge states."""
-    # Who has such a class has imported clu; nobody else should pay for its import.
+    # A user with such a class has imported clu; nobody else should pay for its import.
     clu = sys.modules.get("clu.metrics")
     if clu is None or not is_metric_class(metric):
         return False

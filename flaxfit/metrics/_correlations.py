@@ -54,7 +54,7 @@ def _correlation(name: str, of_spreads: Function) -> Metric:
         def values(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
             rows = [jnp.moveaxis(each, axis, -1) for each in check_numbers(outputs, targets)]
             away = [each - each.mean(-1, keepdims=True) for each in rows]
-            # The first mean is rounded to the digits of the numbers.
+            # Again: the first mean is rounded to the precision of the (large) numbers.
             away = [each - each.mean(-1, keepdims=True) for each in away]
             apart = (rows[0] - rows[1]).mean(-1, keepdims=True) + jnp.zeros_like(rows[0])
             numbers = jnp.stack([*away, apart])

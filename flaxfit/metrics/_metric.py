@@ -32,7 +32,7 @@ RESERVED = (
 
 
 def why_taken(name: str) -> str:
-    """Why a number of the user's cannot have a name; "" if it can."""
+    """Returns why a user's metric cannot have a name, or ""."""
     if name in RESERVED:
         return "the loop reports its own number under that name"
     return "it would pass for a number of validation" if name.startswith("val_") else ""
@@ -142,7 +142,7 @@ _ADVICE = {
 
 
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
-    """Options by their names here; None, where it stands for the default of Keras, is left out."""
+    """Translates Keras's option names, and drops None where it means Keras's default."""
     for name, ours in OF_KERAS.items():
         if name in options and ours in options:
             raise TypeError(f"The options {ours} and {name} are the same: pass one of them.")
@@ -226,7 +226,7 @@ def weights_of(values: Array, weights: Array | None = None) -> jax.Array:
 
 
 def _ignoring(metric: Metric, label: int) -> Metric:
-    """A metric of one target, in which targets that equal a label do not count."""
+    """Makes a metric ignore the targets that equal a label."""
     if metric.max_rows is not None:
         raise TypeError(
             f"The metric {metric.name!r} has no option ignore_label: leave such targets out in the "
@@ -247,7 +247,7 @@ def _ignoring(metric: Metric, label: int) -> Metric:
 
 
 def _named(metric: Metric, name: str) -> Metric:
-    """A metric under another name, which it keeps with other options."""
+    """Renames a metric; the name also stays when options are set later."""
     configure = _changed(metric.configure, lambda other: _named(other, name))
     return dataclasses.replace(metric, name=name, configure=configure)
 
@@ -255,7 +255,7 @@ def _named(metric: Metric, name: str) -> Metric:
 def _changed(
     configure: Callable[..., Metric] | None, change: Callable[[Metric], Metric]
 ) -> Callable[..., Metric] | None:
-    """Makes the metric with other options, changed as the present one was."""
+    """Wraps `configure` so that a reconfigured metric is changed in the same way."""
     if configure is None:
         return None
 
@@ -267,14 +267,14 @@ def _changed(
 
 
 def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Values times weights; 0 where the weight is 0, even if the value is NaN."""
+    """Returns `values * weights`, and 0 where the weight is 0 even if the value is NaN."""
     return jnp.where(weights != 0, values.astype(weights.dtype) * weights, 0)
 
 
 def ratio(numerator: ArrayLike, denominator: ArrayLike, otherwise: ArrayLike = np.nan) -> ArrayLike:
     """Divides on the host without warnings; a denominator of zero gives `otherwise`."""
     numerator, denominator = np.asarray(numerator, float), np.asarray(denominator, float)
-    if not numerator.ndim and not denominator.ndim:  # Four times as fast.
+    if not numerator.ndim and not denominator.ndim:  # Four times as fast as arrays.
         return numerator.item() / denominator.item() if denominator else otherwise
     with np.errstate(all="ignore"):
         quotient = np.where(denominator != 0, numerator / denominator, otherwise)

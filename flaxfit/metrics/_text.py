@@ -84,7 +84,7 @@ def _text(name: str, value: Value, mode: str, *, by_letter: bool = False) -> Met
 
 
 def _by_example(name: str, weights: np.ndarray) -> list[float]:
-    """The weight of each example, from weights of examples or of tokens, some of which are 0."""
+    """Returns the weight of each example, from weights of examples or of tokens (0: ignored)."""
     weights = weights.reshape(len(weights), -1)
     largest = weights.max(1, keepdims=True)
     if ((weights != 0) & (weights != largest)).any():
