@@ -56,6 +56,6 @@ def circle(
 
 
 def _logsumexp(values: jax.Array, counts: jax.Array) -> jax.Array:
-    """By row, over what counts; 0 where nothing does, whose gradient would be NaN."""
+    """Returns the logsumexp of each row over what counts; over all if nothing does (else NaN)."""
     counts |= ~counts.any(1, keepdims=True)
     return jax.nn.logsumexp(values, axis=1, where=counts)

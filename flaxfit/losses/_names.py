@@ -117,7 +117,7 @@ def resolve(loss: str | Loss) -> Loss:
 
 
 def is_loss(loss: object) -> bool:
-    """Whether a name or a function, possibly partial, is a loss of flaxfit or Optax.
+    """Returns whether a name or a (partial) function is a loss of flaxfit or Optax.
 
     >>> is_loss("hinge"), is_loss(functools.partial(optax.huber_loss, delta=2.0)), is_loss(max)
     (True, True, False)

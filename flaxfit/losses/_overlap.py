@@ -75,7 +75,7 @@ def tversky(
 
 
 def summed_axes(name: str, axis: int | Sequence[int] | None, n: int) -> tuple[int, ...]:
-    """The axes of an array of `n` axes that a loss sums over."""
+    """Returns the axes to sum over, of an array of `n` axes."""
     if axis is None:
         return tuple(range(1, n))
     axes = tuple(each + n if each < 0 else each for each in np.atleast_1d(axis).tolist())
@@ -94,7 +94,7 @@ def _prepared(
     axis: int | Sequence[int] | None,
     from_logits: bool,
 ) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
-    """Probabilities, labels and the axes to sum over."""
+    """Returns probabilities, labels and the axes to sum over."""
     check_same_shape(name, logits, labels, "labels")
     axes = summed_axes(name, axis, np.ndim(logits))
     shares = floating(logits)
