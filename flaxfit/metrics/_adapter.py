@@ -12,19 +12,19 @@ from flaxfit.tree import Array, ArrayLike, Function, PyTree, Sums
 
 
 def is_metric_class(metric: object) -> TypeGuard[type[Any]]:
-    """Whether this is a class with `from_model_output`, `merge` and `compute`."""
+    """Returns whether this is a class with `from_model_output`, `merge` and `compute`."""
     protocol = ("from_model_output", "merge", "compute")
     return isinstance(metric, type) and all(hasattr(metric, name) for name in protocol)
 
 
 def is_collection_class(metrics: object) -> TypeGuard[type[Any]]:
-    """Whether this is a class of several metric classes, like clu's `Collection`."""
+    """Returns whether this is a class of several metric classes, like clu's `Collection`."""
     protocol = ("single_from_model_output", "merge", "compute")
     return isinstance(metrics, type) and all(hasattr(metrics, name) for name in protocol)
 
 
 def members_of(collection_class: type) -> dict[str, type]:
-    """The metric classes of a collection by name, without the mean of the loss."""
+    """Returns the metric classes of a collection by name, without the mean of the loss."""
     hints = get_type_hints(collection_class)
     members = {name: member for name, member in hints.items() if not name.startswith("_")}
     if "loss" in members and _reads_loss(members["loss"]):
@@ -33,7 +33,7 @@ def members_of(collection_class: type) -> dict[str, type]:
 
 
 def _reads_loss(metric_class: type[Any]) -> bool:
-    """Whether it reads the model output "loss", like clu's `Average.from_output("loss")`."""
+    """Returns whether it reads the model output "loss", like `Average.from_output("loss")`."""
     try:
         metric_class.from_model_output()
     except KeyError as error:
@@ -46,11 +46,10 @@ def _reads_loss(metric_class: type[Any]) -> bool:
 def from_metric_class(metric_class: type[Any]) -> Metric:
     """Makes a `Metric` of a class whose states merge by addition.
 
-    The class receives one example at a time, so that weights and padding work without its support,
-    and the value does not depend on how the data is cut into batches. It also receives each whole
-    batch: its errors stand, and a class that gives another value for it is refused. It receives the
-    outputs and the targets by position, or as `logits` and `labels` if its parameters have these
-    names.
+    The class is called with one example at a time, so that weights and padding work without its
+    support, and the value does not depend on the batches. It is also called with each whole batch:
+    that call raises the class's own errors, and a different value for it is an error. It gets the
+    outputs and the targets by position, or as `logits` and `labels` if it has these parameters.
     """
     name = metric_class.__name__
 

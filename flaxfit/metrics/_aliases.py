@@ -55,7 +55,7 @@ _METRICS = {alias: name for name, aliases in _BY_METRIC.items() for alias in ali
 
 
 def aliases() -> dict[str, str]:
-    """The name of each metric by its other names."""
+    """Returns the name of each metric by its other names."""
     return dict(_METRICS)
 
 

@@ -98,7 +98,7 @@ def check_mode(mode: str) -> None:
 
 
 def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
-    """Whether a value beats the best one so far by more than `min_delta`.
+    """Returns whether a value beats the best one so far by more than `min_delta`.
 
     A value that is not finite never does; any finite value beats None.
     """
@@ -110,7 +110,7 @@ def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.
 
 
 def default_monitor(names: Iterable[str], modes: Modes | None = None) -> str | None:
-    """The metric to monitor by default: the first validation metric of known mode, or `val_loss`.
+    """Returns the first validation metric of known mode, else `val_loss` if there is one.
 
     >>> default_monitor(["loss", "accuracy", "val_loss", "val_accuracy"])
     'val_accuracy'
@@ -121,12 +121,12 @@ def default_monitor(names: Iterable[str], modes: Modes | None = None) -> str | N
 
 
 def modes_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, str | None]:
-    """The better values of metrics by their names, with a prefix."""
+    """Returns the better values of metrics by their names, with a prefix."""
     return {f"{prefix}{name}": metric.mode or known_mode(name) for name, metric in metrics.items()}
 
 
 class Monitor:
-    """The metric that a callback monitors, with errors in the name of its owner.
+    """The metric that a callback monitors; errors name the callback.
 
     >>> from flaxfit.state._checkpoint import Checkpoint
     >>> monitor = Monitor("val_loss", "auto", "Mine")
@@ -147,7 +147,7 @@ class Monitor:
         self.name, self.mode, self._owner = name, mode, owner
         self._use, self._advice = use, advice
         self.was_seen = False
-        """Whether some checkpoint has the metric, so that those without it are skipped."""
+        """Whether some checkpoint has the metric; then checkpoints without it are skipped."""
         self._modes: Modes = {}
 
     def attach(self, loop: Any, callback: object) -> None:
@@ -171,7 +171,7 @@ class Monitor:
             raise ValueError(f"{self._owner}: {error}") from None
 
     def read(self, checkpoint: Any) -> float | None:
-        """The value in a checkpoint; None if only other checkpoints have one.
+        """Returns the value in a checkpoint; None if only other checkpoints have one.
 
         Raises:
           ValueError: no checkpoint has the metric, or its better values are not known.
@@ -185,7 +185,7 @@ class Monitor:
         raise self._no_metric("hold", checkpoint.metrics)
 
     def is_better(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Whether a value beats the best one so far by more than `min_delta`."""
+        """Returns whether a value beats the best one so far by more than `min_delta`."""
         return is_better(value, best, self.resolve(), min_delta)
 
     def _no_metric(self, hold: str, names: Iterable[str]) -> ValueError:
@@ -205,17 +205,16 @@ class Monitor:
 
 
 def _may_come(name: str, known: Modes) -> bool:
-    """Whether a loop may report a metric beside known ones: a penalty beside each loss, too."""
+    """Returns whether a loop may report this metric, too, such as the penalty of a loss."""
     is_penalty = name.endswith("_penalty") and f"{name.removesuffix('penalty')}loss" in known
     return is_penalty or name.partition("/")[0] in _MAY_BE_THERE
 
 
 def _metrics_before(loop: Any, callback: object) -> tuple[dict[str, str | None], bool]:
-    """The metrics that a callback of a loop will find, and whether the list is complete.
+    """Returns the modes of the metrics that a callback will find, and whether these are all.
 
-    Callbacks of the library that run before it declare in `adds` what they add, and in `adds_more`
-    that there may be more. It is not known what other callbacks add, nor what a user's own step or
-    objective reports.
+    The library's callbacks declare added metrics in `adds`, and further ones by `adds_more`. The
+    metrics of other callbacks, and of a user's own step or objective, are unknown.
     """
     task = getattr(loop, "task", None)
     if task is None:  # Not a `TrainLoop`.

@@ -284,7 +284,7 @@ def _check_called(metric: Function) -> None:
 
 
 def _is_stateful(metric: object) -> bool:
-    """Whether it is updated in place, like the metrics of Keras and torchmetrics."""
+    """Returns whether it is updated in place, like the metrics of Keras and torchmetrics."""
     protocols = (("update", "compute"), ("update_state", "result"))
     return any(all(hasattr(metric, name) for name in protocol) for protocol in protocols)
 

@@ -15,7 +15,7 @@ from flaxfit.tree import Array, Sums
 
 
 def _shares(answers: Answers, from_logits: bool) -> tuple[jax.Array, bool]:
-    """The probabilities of the classes, or of class 1; and whether they are by class."""
+    """Returns the probabilities of the classes, or of class 1; and whether they are by class."""
     by_class = answers.outputs.ndim > answers.actual.ndim
     if not from_logits:
         return answers.outputs, by_class

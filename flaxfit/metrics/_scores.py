@@ -85,7 +85,7 @@ class Ranked(NamedTuple):
         return Scores(scores, jnp.asarray(actual, jnp.float32), weights, may_be, doubts)
 
     def _answers(self, outputs: Array, targets: Array) -> tuple[Answers, bool]:
-        """The answers by class, and whether the outputs of them need not be probabilities."""
+        """Returns the answers by class, and whether their outputs may lie outside [0, 1]."""
         shape = jnp.shape(outputs)
         if self.multilabel:
             if len(shape) < 2:

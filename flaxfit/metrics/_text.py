@@ -131,7 +131,7 @@ def _rouge(n: int) -> Value:
 
 
 def _longest(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The length of the longest common subsequence."""
+    """Returns the length of the longest common subsequence."""
     row = [0] * (len(b) + 1)
     for x in a:
         before = row
@@ -147,7 +147,7 @@ def _rouge_longest(pairs: Pairs, weights: list[float]) -> float:
 
 
 def _edits(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The fewest insertions, deletions and replacements between sequences (Levenshtein)."""
+    """Returns the fewest insertions, deletions and replacements between sequences (Levenshtein)."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         before = row

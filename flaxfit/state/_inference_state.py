@@ -111,7 +111,7 @@ class State(struct.PyTreeNode, repr=False):
         return f"{type(self).__name__}({at}{count(html.n_numbers(self.params))} params)"
 
     def _repr_html_(self) -> str:
-        """The step, the sizes and the arrays as a notebook shows them."""
+        """Returns the step, the sizes and the arrays as a notebook shows them."""
         return html.of_state(self)
 
 
