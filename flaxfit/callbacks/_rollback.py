@@ -58,10 +58,10 @@ class Rollback:
         self._loop: Loop | None = None
         self._good: TrainState | None = None
         self.n_rollbacks = 0
-        """How often it has rolled back."""
+        """The number of rollbacks."""
 
     def attach(self, loop: Loop) -> None:
-        """Resets it for a loop, whose present state is good if it is finite."""
+        """Attaches to a loop; its current state is good if it is finite."""
         self._loop = loop
         self._monitor.attach(loop, self)
         state = _to_host(loop.state)
@@ -69,7 +69,7 @@ class Rollback:
         self.n_rollbacks = 0
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Replaces a state that is not good by the last good one, also in the loop."""
+        """Replaces a state that is not finite by the last good one, also in the loop."""
         value = self._monitor.read(checkpoint)
         state = _to_host(checkpoint.state)
         if (value is None or math.isfinite(value)) and _is_finite(state):
@@ -100,13 +100,13 @@ class Rollback:
             f"{what}: continuing with the state of step {int(self._good.step):,} "
             f"(rollback {self.n_rollbacks} of {self._n_times})"
         )
-        # What callbacks have set, such as a lowered learning rate, they do not set again.
+        # Keep hyperparameters that callbacks have lowered: they would not set them again.
         opt_state = with_hyperparams_of(self._good.opt_state, _to_host(self._loop.state).opt_state)
         self._loop.restore(self._good.replace(step=jnp.int32(step), opt_state=opt_state))
         return self._loop.state
 
     def get_state(self) -> dict[str, PyTree]:
-        """Returns what a resumed run needs: JSON, and the good state if it is not the present."""
+        """Returns the count, and the good state unless it is the current one."""
         state: dict[str, PyTree] = {"n_rollbacks": self.n_rollbacks}
         if self._good is None or self._loop is None or int(self._good.step) == self._loop.step:
             return state
@@ -120,7 +120,7 @@ class Rollback:
 
 
 def _to_host(state: TrainState) -> TrainState:
-    """A copy of the state in NumPy; random keys, which NumPy lacks, stay arrays of JAX."""
+    """Copies the state to NumPy; random keys stay JAX arrays, as NumPy has none."""
 
     def copied(x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
