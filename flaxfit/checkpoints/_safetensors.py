@@ -49,7 +49,7 @@ def write(file: BinaryIO, arrays: Mapping[str, np.ndarray], facts: Mapping[str, 
             f"Cannot write {', '.join(others)} to a safetensors file, which supports "
             f"{', '.join(_CODES)}. Convert these arrays, or save a whole checkpoint."
         )
-    # Widest elements first: together with the padded header this aligns every array.
+    # Widest elements first: with the padded header, this aligns every array.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     ends = list(itertools.accumulate((arrays[name].nbytes for name in names), initial=0))
     entries: dict[str, Json] = {

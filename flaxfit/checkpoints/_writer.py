@@ -119,7 +119,7 @@ class CheckpointFileWriter:
         self._saving: Future[None] | None = None
         self._loop: Any = lambda: None
         self.last_saved: int | None = None
-        """The last step that is known to be on disk."""
+        """The last step known to be on disk."""
         self.saved_revision: tuple[int, ...] | None = None
         """The `revision` of the loop at that step, if the loop called this writer."""
         self._found: list[int] = from_main("the folder of checkpoints", self._open)
@@ -139,7 +139,7 @@ class CheckpointFileWriter:
     """It saves the checkpoint that the other callbacks return."""
 
     def attach(self, loop: Any) -> None:
-        """Saves the states of the callbacks of a loop from now on."""
+        """Attaches to a loop: saves its callbacks' states, too."""
         self._loop, self.last_saved, self.saved_revision = weakref.ref(loop), None, None
         self._is_unfinished = False
         self._retention.attach(loop, self)
@@ -170,7 +170,7 @@ class CheckpointFileWriter:
           checkpoint: what to save.
           history: the metrics of the run so far; JSON. None: the metrics of a `History` among the
             callbacks of the loop.
-          callback_states: the states of callbacks by their names; JSON. None: the states of the
+          callback_states: the states of callbacks by name; JSON. None: the states of the
             loop's callbacks.
 
         Returns:
@@ -193,7 +193,7 @@ class CheckpointFileWriter:
         step = int(checkpoint.step)
         path = self.output_dir / self._name(checkpoint)
         old = _folder.step_path(self.output_dir, step)
-        if self.last_saved == step:  # The step on disk may differ from this one.
+        if self.last_saved == step:  # The step on disk may have other content.
             self.last_saved = self.saved_revision = None
         self._retention.look(checkpoint)
         states, state_arrays = collect(getattr(loop, "callbacks", ()))
@@ -285,7 +285,7 @@ class CheckpointFileWriter:
         record: Record,
         revision: tuple[int, ...] | None,
     ) -> None:
-        """Starts a save, and submits the rest of it to the background thread."""
+        """Starts a save, and submits its completion to the background thread."""
         _end.close_at_end(self)
         self._writer = self._writer or StepWriter()
         self._executor = self._executor or ThreadPoolExecutor(1, "flaxfit-save")
@@ -303,7 +303,7 @@ class CheckpointFileWriter:
             self.wait()
 
     def _prepare(self, step: int) -> str:
-        """Makes the temporary folder of a step and returns its path, for all processes."""
+        """Makes the temporary folder of a step for all processes; returns its path."""
         _folder.make(self.output_dir)
         self._take_turn()
         return str(_folder.begin(self.output_dir, step))
@@ -314,7 +314,7 @@ class CheckpointFileWriter:
         say(f"{error}\nThe run continues without this checkpoint.")
 
     def _finish(self, save: StepSave, revision: tuple[int, ...] | None) -> None:
-        """Finishes a save, in the background, and deletes what it replaces."""
+        """Finishes a save in the background, and deletes the steps that it replaces."""
         step = save.step
         try:
             save.finish()
