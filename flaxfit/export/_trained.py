@@ -1,4 +1,4 @@
-"""A trained state as a JaxModule, and the writers of the formats by name."""
+"""Makes a JaxModule of a trained state, and writes it in a format by name."""
 
 import os
 from typing import Any
@@ -25,7 +25,7 @@ def from_state(
     params: Params = None,
     trainable: bool = False,
 ) -> JaxModule:
-    """Makes the JaxModule of a trained state; its parameters are those of `state.variables`.
+    """Makes a JaxModule of a trained state, with `state.variables` as parameters.
 
     >>> import numpy as np
     >>> from flaxfit import Checkpoint, InferenceState

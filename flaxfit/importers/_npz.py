@@ -63,7 +63,8 @@ def _lazy(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Lazy
             _header(file)
             content = file.read(size)
             require(len(content) == size, "it is cut short")
-            require(not file.read(1), "it is longer than its shape")  # Checks the checksum, too.
+            # Reading to the end also makes zipfile verify the checksum.
+            require(not file.read(1), "it is longer than its shape")
             array = np.frombuffer(content, dtype)
             return array.reshape(shape, order="F" if is_fortran else "C")
 
