@@ -96,7 +96,7 @@ def from_nnx(
     graph, random, template = states.split(parts[-1], names)
     axes = states.axes_of(template, names)
 
-    # The functions do not keep an instance: JAX keeps those that it has traced.
+    # A weak reference: JAX caches traced functions, and would keep the instance alive.
     given_module = _weakly(model) if is_instance else lambda: model
 
     def variables_of(module: nnx.Module) -> Variables:
@@ -141,7 +141,7 @@ def from_nnx(
         if is_keyless and drawn:
             if not modes.get("deterministic"):
                 raise _without_key(drawn)
-            # `nnx.scan` and `nnx.split_rngs` change the states without any effect on the outputs.
+            # `nnx.scan` and `nnx.split_rngs` advance streams even if no output depends on them.
             _check_unused(states.streams_used(lambda each: run(filled(each)), streams))
         effects.check_outputs(outputs)
         updates = {} if mutable is False else states.variables_of(module, names)
@@ -185,7 +185,7 @@ def from_nnx(
 
 
 def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
-    """Writes copies of trained variables into an NNX instance, such as the one that you trained.
+    """Writes copies of trained variables into an NNX instance.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -236,12 +236,12 @@ def _without_key(drawn: Sequence[str]) -> ValueError:
 def _weakly(model: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(model)
-    except TypeError:  # A class with slots.
+    except TypeError:  # A class with __slots__ has no weak references.
         return lambda: model
 
 
 def _position_of_rngs(function: Any) -> int | None:
-    """The position of the argument `rngs` of a call, after all others if it has none; or None.
+    """Returns the position of a call's argument `rngs` (last if keyword-only), or None.
 
     Raises:
       TypeError: it is the first argument, or positional-only.
@@ -268,7 +268,7 @@ def _rngs(rngs: Rngs) -> Rngs:
 
     rngs = dict(rngs) if isinstance(rngs, Mapping) else {"params": rngs}
     if "params" in rngs and "default" not in rngs:
-        # As `nnx.Rngs(key)` does it: one stream, so that no two draws of weights are alike.
+        # Like `nnx.Rngs(key)`: a single stream, so that no two weights draw the same numbers.
         rngs["default"] = rngs.pop("params")
     return nnx.Rngs(**rngs)
 

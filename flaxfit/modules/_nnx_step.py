@@ -1,4 +1,4 @@
-"""nnx_step: a training step written in NNX's idiom, as a pure one."""
+"""nnx_step: makes a pure step of a training step in NNX's idiom."""
 
 import inspect
 from collections.abc import Mapping
@@ -139,7 +139,7 @@ class NNXStep:
         return state.replace(params=params, model_state=model_state, opt_state=opt_state), sums
 
     def write_back(self, state: Any) -> None:
-        """Writes copies of a state into the modules and the optimizers that were given."""
+        """Writes copies of a state into the given modules and optimizers."""
         from flaxfit.modules import _nnx_optimizer
 
         opt_state = jax.tree.map(jnp.copy, state.opt_state)
@@ -182,7 +182,7 @@ def _check_call(function: Function, objects: Mapping[str, Any], takes_rngs: bool
 
 
 def _modules(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The modules by name, and the names of those that optimizers hold."""
+    """Returns the modules by name, and the names of the modules that optimizers hold."""
     from flax import nnx
 
     modules = {name: x for name, x in objects.items() if isinstance(x, nnx.Module)}
@@ -198,7 +198,7 @@ def _modules(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
 
 
 def _check_fits(name: str, optimizer: Any, modules: list[Any]) -> None:
-    """Checks that an optimizer is that of a module or of a part of one, by the paths it knows."""
+    """Checks by paths that an optimizer belongs to a module or to a part of one."""
     from flax import nnx
 
     from flaxfit.modules._nnx_optimizer import paths_of
