@@ -18,12 +18,12 @@ _WEIGHTS = ("params", "model_state")
 class AverageWeights:
     """Ends training with the mean of the weights of its checkpoints (epochs, in `fit`).
 
-    Stochastic weight averaging (Izmailov et al. 2018, arXiv:1803.05407): each checkpoint counts the
-    same. Training, metrics and checkpoints use the last weights; the mean replaces them when
-    training ends, for whatever reason. Running statistics, such as those of BatchNorm, are also
-    averaged, and `Model.update_statistics` recomputes them; other values stay the last ones. Means
-    are computed in float32 or better. A `CheckpointFileWriter` saves them, so a resumed run ends
-    with the same mean.
+    Stochastic weight averaging (Izmailov et al. 2018, arXiv:1803.05407), with equal weights of the
+    checkpoints. Training, metrics and checkpoints use the last weights; the mean replaces them when
+    training ends, for any reason. Running statistics, such as BatchNorm's, are also averaged, and
+    `Model.update_statistics` recomputes them; integers keep their last values. Means are computed
+    in float32 or better. A `CheckpointFileWriter` saves them, so a resumed run ends with the same
+    mean.
 
     >>> import numpy as np, optax
     >>> from flaxfit import TrainLoop, TrainTask

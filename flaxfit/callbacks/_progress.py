@@ -42,8 +42,8 @@ class ProgressBar:
         and the bar starts again after each.
       total: the number of units; None: the loop's `n_steps` for steps.
       start: the number of units done before (a resumed run).
-      monitor: the metric whose best values are marked "*"; None: the metric of an `EarlyStopping`
-        beside it, else the first validation metric, if there is one.
+      monitor: the metric whose best values are marked "*"; None: the metric of the loop's
+        `EarlyStopping`, else the first validation metric, if there is one.
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       live: whether to draw a bar; None: on a terminal or in a notebook.
       file: a text stream; None: standard error, in a notebook the cell's output.

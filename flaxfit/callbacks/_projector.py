@@ -26,7 +26,7 @@ class Projector:
 
     Args:
       every: n, to write at every n-th checkpoint; 0: never.
-      metadata: labels of all tables, or those of each by the path of its layer.
+      metadata: labels for all tables, or labels by path of the layer.
 
     Raises:
       ValueError: there are labels, and `every` is 0.

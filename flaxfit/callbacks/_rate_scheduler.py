@@ -36,7 +36,7 @@ class LearningRateScheduler:
       schedule: the function; called once before the first step, and once before the first step
         after each checkpoint, also in a resumed or continued run.
       verbose: 1 prints each rate that is set.
-      unit: "epoch" or "step", what it counts, if the argument's name does not tell.
+      unit: "epoch" or "step", the unit that it counts; needed if the argument's name is neither.
       per_step: whether to call a function of the step before every step, one step per dispatch.
       group: the group of a `MultiOptimizer` to set it for; None: all of them.
 

@@ -21,11 +21,11 @@ _FIELDS = ("step", "params", "opt_state", "model_state")
 class Rollback:
     """Restores the last good state when a metric or the parameters are no longer finite.
 
-    Parameters, optimizer state and model state become those of the last good checkpoint, or of the
-    start. The step and the data position do not change: the data that caused it is skipped, and no
-    random key is used twice. Hyperparameters that were set, such as a lowered learning rate, stay.
-    `metrics["rollbacks"]` counts rollbacks, so the history shows each one beside the value that was
-    not finite.
+    It restores parameters, optimizer state and model state of the last good checkpoint, or of the
+    start. The step and the data position do not change: the data that caused the failure is
+    skipped, and no random key is used twice. Hyperparameters that were set, such as a lowered
+    learning rate, stay. `metrics["rollbacks"]` counts rollbacks, so the history shows each rollback
+    together with the value that was not finite.
 
     The good state is kept in the memory of the host, a copy for every checkpoint. A
     `CheckpointFileWriter` also saves it, unless it is the current state.

@@ -40,7 +40,7 @@ class SaveOnSignal:
     >>> callbacks = [SaveOnSignal(), CheckpointFileWriter(tempfile.mkdtemp())]
 
     Args:
-      writer: a `CheckpointFileWriter`; None: those among the callbacks of the loop.
+      writer: a `CheckpointFileWriter`; None: every writer among the loop's callbacks.
       signals: the signals to listen to.
       grace_seconds: how long after the signal the process may live; it then ends with
         `ExitCode.UNSAVED` (`PREEMPTED`, if every completed step is on disk) and shows where every

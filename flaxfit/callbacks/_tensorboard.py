@@ -47,7 +47,7 @@ class TensorBoardLogger:
       write_images: whether to also write parameters of one or two axes as images, whenever
         histograms are written: black is the lowest value, white the highest.
       embeddings_freq: n, to write the tables of `Embed` layers, for the projector, at every n-th
-        checkpoint in place of earlier ones; 0: never.
+        checkpoint, replacing earlier tables; 0: never.
       embeddings_metadata: a label for each row of these tables, or the name of a file of them in
         the folder of events (`folder/train` with `split`), which may begin with a line of names of
         columns; a mapping gives them by the path of the layer.

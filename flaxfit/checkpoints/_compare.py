@@ -1,4 +1,4 @@
-"""Compares the arrays of a file with those of a model: all of them, or a chosen part."""
+"""Compares the arrays of a file with a model's: all arrays, or a selected part."""
 
 import difflib
 import re

@@ -24,7 +24,7 @@ class CheckpointFileReader:
 
     It waits for the saves that writers of this process have started in the folder.
 
-    Every array is compared with the digest that was saved beside it. A damaged checkpoint is
+    Every array is compared with its saved digest. A damaged checkpoint is
     reported, renamed to `corrupt-<step>-<n>`, and the next one is read: the one before it, or
     the next best. If none is intact, or if only folders named like steps are left that hold no
     checkpoint, that is an error: a run never restarts silently. A step that is given by number has

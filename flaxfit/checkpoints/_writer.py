@@ -37,7 +37,7 @@ class CheckpointFileWriter:
     for a folder, no other process can make one.
 
     In the `callbacks` of a loop, at any place, it saves the checkpoint that all other callbacks
-    return, the states of those with `get_state` and `set_state`, and the metrics of
+    return, the states of callbacks with `get_state` and `set_state`, and the metrics of
     `history.append`: a loop that resumes from it, with a `CheckpointFileReader` and the same
     callbacks, ends as if it had never been interrupted.
 

@@ -96,7 +96,7 @@ def checked_batch(item: Any) -> Batch:
     """Returns a batch that is in normal form already.
 
     Raises:
-      TypeError: it is not a `Batch`, or holds an array in place of a tuple.
+      TypeError: it is not a `Batch`, or holds an array instead of a tuple.
     """
     if not isinstance(item, Batch):
         raise TypeError(f"A step takes a Batch, Batch((x,), (y,)), got {type(item).__name__}.")

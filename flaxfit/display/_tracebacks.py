@@ -33,7 +33,7 @@ def short_errors(function: F) -> F:
             shorten(error)
             raise
 
-    # doctest collects the examples of a function only if its globals are those of its module.
+    # doctest collects a function's examples only if `__globals__` is its module's namespace.
     space = vars(sys.modules[function.__module__])
     wrapper: Any = FunctionType(call.__code__, space, function.__name__, None, call.__closure__)
     functools.update_wrapper(wrapper, function)

@@ -24,7 +24,7 @@ _patience: dict[str, float] = {"seconds": 60.0}
 
 
 def process_index() -> int:
-    """Returns the number of this process among those that train together, from 0.
+    """Returns the index, from 0, of this process among the processes that train together.
 
     >>> process_index()
     0

@@ -32,7 +32,7 @@ class JaxModule:
     Args:
       params: a pytree of arrays, such as a model's variables.
       apply_fn: `(params, *inputs) -> outputs`, or several by name; in evaluation mode.
-      input_spec: one `InputSpec`, or a tuple of (nested) ones, or a dict of those that are passed
+      input_spec: one `InputSpec`, a tuple of (nested) specs, or a dict of specs that are passed
         by keyword; by the name of the method if there are several.
       trainable: whether TensorFlow may train the parameters; a bool, or a pytree of bools like
         `params`.

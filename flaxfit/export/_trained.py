@@ -41,7 +41,7 @@ def from_state(
       apply: a module, or its `apply(variables, *inputs)` in evaluation mode: dropout off,
         statistics frozen.
       input_spec: the spec of the inputs, as in `JaxModule`.
-      params: parameters to export in place of the state's, such as their moving average.
+      params: parameters to export instead of the state's, such as their moving average.
       trainable: whether TensorFlow may train the parameters (never the other collections).
     """
     apply = as_apply("from_state", apply, train=False)

@@ -1,7 +1,7 @@
-"""Losses that compare the examples of a batch with one another: train them with `across="batch"`.
+"""Losses that compare the examples of a batch with each other: train them with `across="batch"`.
 
-Where a batch is divided over the replicas of a mapped axis, `info_nce` computes on each the values
-of its own examples alone, against the outputs of all replicas.
+If a batch is divided over replicas, `info_nce` computes on each replica the values of its own
+examples, against the outputs of all replicas.
 """
 
 import jax
@@ -38,14 +38,14 @@ def info_nce(
 
     Args:
       first: `(batch, features)`, such as the embeddings of images.
-      second: embeddings of the same shape, such as those of texts.
+      second: embeddings of the same shape, such as text embeddings.
       log_scale: a scalar that the model learns and returns as a third output: the logits are
         multiplied by `exp(log_scale)`.
-      temperature: what the logits are divided by; None: 0.07 without `log_scale`, as in CLIP.
-        `info_nce(temperature=0.1)` is the loss with it.
+      temperature: divides the logits; None: 0.07 without `log_scale`, as in CLIP.
+        `info_nce(temperature=0.1)` returns the loss with this option.
       normalize: whether to scale the embeddings to length 1.
-      axis_name: the axis of the strategy's replicas. Under another name the loss is the same, but
-        each replica computes that of the whole batch.
+      axis_name: the axis of the strategy's replicas. With any other name the loss is the same, but
+        every replica computes the whole batch.
 
     Returns:
       One value per pair, of shape `(batch,)`.
@@ -87,7 +87,7 @@ def supervised_contrastive(
     Args:
       embeddings: `(batch, features)`.
       labels: integers of shape `(batch,)`.
-      temperature: what the logits are divided by.
+      temperature: divides the logits.
       normalize: whether to scale the embeddings to length 1.
 
     Returns:

@@ -41,7 +41,7 @@ def crossentropy(
       logits: `(batch, ..., classes)`.
       labels: integers of shape `(batch, ...)`. A label outside `0..classes - 1` gives NaN.
       ignore_label: a label that does not count, such as -100. The loss is then `(values, weights)`,
-        with the weight 0 where it stands. `crossentropy(ignore_label=-100)` is the loss with it.
+        with the weight 0 there. `crossentropy(ignore_label=-100)` returns a loss with the option.
       label_smoothing: the fraction of each label that is spread evenly over all classes.
       from_logits: False for outputs that are probabilities. As in Keras they are divided by their
         sum, and below 1e-7 they count as 1e-7.

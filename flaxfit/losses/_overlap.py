@@ -26,7 +26,7 @@ def dice(
       logits: `(batch, ...)`.
       labels: in 0..1, of the same shape.
       axis: the axes to sum over; None: all but the batch axis. The loss averages over the others.
-      from_logits: False for outputs that are probabilities, such as those of a softmax.
+      from_logits: False for outputs that are probabilities, such as a softmax's.
 
     Raises:
       ValueError: the shapes differ, or `axis` is not among the axes after the first.

@@ -1,4 +1,4 @@
-"""The losses of regression, and those of vectors."""
+"""Losses of regression, and of vectors."""
 
 import jax
 import jax.numpy as jnp

@@ -69,7 +69,7 @@ def _correlation(counts: Counts) -> ArrayLike:
 mcc = _agreement("mcc", _correlation)
 """Matthews' correlation of actual and predicted classes (Gorodkin 2004); 0 if either is constant.
 
-1 if all are right, 0 as by chance, and below 0 if worse than that.
+1 if all predictions are correct, 0 for chance agreement, negative if worse than chance.
 """
 
 
@@ -110,10 +110,10 @@ def _unweighted_kappa(counts: Counts) -> ArrayLike:
 
 
 cohen_kappa = _kappa()
-"""How far actual and predicted classes agree beyond chance: 1 at most; NaN of a single class.
+"""Agreement of actual and predicted classes beyond chance; at most 1, NaN for a single class.
 
-With `kappa_weights="linear"` or `"quadratic"` classes that lie further apart disagree more, as for
-grades and stages.
+With `kappa_weights="linear"` or `"quadratic"`, the penalty grows with the distance of the classes,
+as for ordinal grades.
 """
 
 
@@ -137,9 +137,9 @@ def _binary_iou(
 
 
 binary_iou = _binary_iou()
-"""The mean of `iou` over "no" and "yes", of masks: outputs and targets of one shape.
+"""The mean of `iou` over "no" and "yes", for masks: outputs and targets of one shape.
 
-With `class_id=[1]` it is that of "yes" alone.
+With `class_id=[1]` it is the IoU of "yes".
 """
 
 

@@ -63,16 +63,16 @@ def _auc(
 auc = _auc()
 """The area under the ROC curve of a single score, or of the scores of two classes.
 
-Ties count half. The value is within 0.001 of the exact one for any finite scores, and mostly much
-closer: the scores are counted by all their bits, so neither their size nor their spread matters.
-The value does not depend on how the data is cut into batches. More than the 32,768 bins of the
-default, `auc(n_bins=...)`, bring it closer where scores gather in hundreds of separate places.
+Ties count half. The value is within 0.001 of the exact one for any finite scores, and usually much
+closer: all bits of the scores count, so neither their scale nor their spread matters. The value
+does not depend on the batches. More than the default of 32,768 bins, `auc(n_bins=...)`, improve it
+if scores cluster in hundreds of separate places.
 
-With `multi_class="ovr"` it is that of each of several classes against the others, by its
-probability; with `multilabel=True` that of each label, of outputs and labels `(batch, labels)`. The
-value is their mean, with `label_weights` weighted by these, with `average="weighted"` by how often
-each occurs, and with None an array. Classes that never or always occur are left out. Each class
-takes half a megabyte, less with fewer bins.
+With `multi_class="ovr"` it is computed for each class against the others, by probability; with
+`multilabel=True` for each label, of outputs and labels `(batch, labels)`. The value is their mean,
+weighted by `label_weights` if given, or by frequency with `average="weighted"`; with None it is an
+array. Classes that never or always occur are ignored. Each class takes half a megabyte, less with
+fewer bins.
 """
 
 

@@ -34,8 +34,8 @@ def confusion_matrix(
       n_classes: the number of classes of the outputs; None: as many as they have.
       threshold: the logit above which class 1 of two is predicted.
       from_logits: whether the outputs are logits; if not, the threshold is 0.5 unless given.
-      normalize: "true" divides by the weight of each row, "pred" by that of each column, and "all"
-        by that of all.
+      normalize: "true" divides by the sum of each row, "pred" by the sum of each column, "all" by
+        the total.
       options: `name` and `ignore_label`, as of every metric.
     """
     if normalize not in (None, "true", "pred", "all"):

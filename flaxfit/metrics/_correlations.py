@@ -28,7 +28,7 @@ def _explained_variance() -> Metric:
 
 
 explained_variance = _explained_variance()
-"""One minus the variance of the errors over that of the targets, averaged over several outputs."""
+"""`1 - var(targets - outputs) / var(targets)`, averaged over several outputs."""
 
 
 def _correlation(name: str, of_spreads: Function) -> Metric:
@@ -71,12 +71,12 @@ def _correlation(name: str, of_spreads: Function) -> Metric:
 pearson = _correlation("pearson", lambda both, a, b, _: (both, a**0.5 * b**0.5))
 """The correlation of outputs and targets, averaged over several outputs; NaN of a constant.
 
-With `axis=-1`, as in Keras, it is that of each example along this axis, and their mean.
+With `axis=-1`, as in Keras, it is the mean over examples of the correlation along this axis.
 """
 
 concordance = _correlation("concordance", lambda both, a, b, apart: (2 * both, a + b + apart))
-"""The correlation times how far the means and the spreads agree (Lin 1989); NaN of two constants.
+"""`2 cov(o, t) / (var(o) + var(t) + (mean(o) - mean(t))**2)` (Lin 1989); NaN of two constants.
 
-It is 1 only where outputs equal targets. Averaged over several outputs; with `axis=-1`, as in
-Keras, it is that of each example along this axis, and their mean.
+It is 1 only if outputs equal targets. It is averaged over several outputs; with `axis=-1`, as in
+Keras, it is the mean over examples of the value along this axis.
 """

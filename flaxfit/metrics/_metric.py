@@ -40,18 +40,18 @@ def why_taken(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A pair of pure functions: `measure` gives sums that add up, `compute` their value.
+    """A pair of pure functions: `measure` returns additive sums, `compute` their value.
 
     `measure(*outputs, *targets, weights=None)` returns a pytree of arrays that add over batches,
-    devices and hosts. It is traced. `weights` has the shape `(batch,)`, or that of the leading axes
-    of the values, such as `(batch, tokens)`, or is None; an example of weight 0 is padding and must
-    not affect the sums, even if it holds NaN.
+    devices and hosts. It is traced. `weights` is None or has the shape `(batch,)`, or more leading
+    axes of the values, such as `(batch, tokens)`; an example of weight 0 is padding and must not
+    affect the sums, even if it holds NaN.
 
     `compute(sums)` receives the added sums as NumPy arrays and returns a number or an array. It
     divides, so it runs once, at the end.
 
-    With `max_rows`, `measure` returns rows instead, which are not added but joined on the host:
-    see `collected`.
+    With `max_rows`, `measure` returns rows instead, which are concatenated on the host; see
+    `collected`.
 
     Calling a metric sets its options, for the built-in ones that have any:
     `precision(average="macro")`. Each has the options `name`, for a list of metrics, and
@@ -92,7 +92,7 @@ class Metric:
         return f"Metric({self.name or getattr(self.measure, '__name__', 'measure')})"
 
     def __call__(self, *given: object, **options: Any) -> "Metric":
-        """Makes the same metric with other options, beside those that it has."""
+        """Returns this metric with more options set; earlier options stay."""
         if given:
             first = next(iter(self._options()), "name")
             raise TypeError(

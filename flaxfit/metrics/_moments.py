@@ -83,6 +83,8 @@ def _of_column(column: np.ndarray, value: Callable[..., Fraction]) -> float:
 
 def _product(*factors: jax.Array) -> jax.Array:
     """Returns the product as parts that sum to it without rounding: `(parts, ...)`."""
+    # Each factor becomes three pieces of 8 bits: the product of up to three pieces has at most 24
+    # bits, which float32 holds exactly.
     product = jnp.ones_like(factors[0])[None]
     for factor in factors:
         n_bits = jnp.finfo(factor.dtype).nexp, _WINDOW - 1
@@ -97,6 +99,7 @@ def _windows(*products: jax.Array) -> jax.Array:
     """Returns the sum of products in windows of 8 bits: `(windows, ...)`."""
     parts = jnp.concatenate(products)[:, None]
     units = jnp.asarray(_UNITS, parts.dtype).reshape(-1, *[1] * (parts.ndim - 2))
+    # A part this large is a multiple of the unit already, and the division might overflow.
     is_whole = jnp.abs(parts) >= units * 2.0 ** (jnp.finfo(parts.dtype).nmant + 1)
     cut = jnp.where(is_whole, parts, jnp.trunc(parts / units) * units)
     above = jnp.concatenate([cut[:, 1:], jnp.zeros_like(cut[:, :1])], 1)

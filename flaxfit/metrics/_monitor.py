@@ -12,7 +12,7 @@ from flaxfit.losses._names import is_loss
 from flaxfit.metrics._aliases import known_as
 from flaxfit.tree import Function, order_of, owner_of
 
-# The metrics whose name tells which values are better; that of a loss also does.
+# Metrics with a known direction, by name; losses also have one.
 _HIGHER = re.compile(
     r"(binary_|balanced_)?accuracy|exact_match|precision|recall|specificity|negative_predictive_value"
     r"|f1|fbeta|dice|(mean_|binary_)?iou|mcc|cohen_kappa|true_(positives|negatives)|(pr_)?auc"
@@ -36,11 +36,11 @@ _MAY_BE_THERE = (
 )
 
 Modes = Mapping[str, str | None]
-"""The better values of each metric by name: "min", "max", or None if that is unknown."""
+"""The direction of each metric by name: "min", "max", or None if unknown."""
 
 
 def mode_of(values: Function | None, name: str | None) -> str | None:
-    """Returns "min" or "max" for a metric whose better values are known, else None.
+    """Returns "min" or "max" for a metric with a known direction, else None.
 
     The mean of a loss of flaxfit or Optax is minimized, whatever the metric is called.
 
@@ -60,10 +60,10 @@ def mode_of(values: Function | None, name: str | None) -> str | None:
 
 
 def known_mode(name: str, modes: Modes | None = None) -> str | None:
-    """Returns "min" or "max" for the name of a metric whose better values are known, else None.
+    """Returns "min" or "max" for the name of a metric with a known direction, else None.
 
-    Known are those in `modes`, every loss ("loss", "val_loss", "head_loss"), and the names of
-    metrics and losses of flaxfit and Optax, with or without "val_".
+    Known are the entries of `modes`, every loss ("loss", "val_loss", "head_loss"), and the metrics
+    and losses of flaxfit and Optax, with or without "val_".
 
     >>> known_mode("val_loss"), known_mode("val_accuracy"), known_mode("regret")
     ('min', 'max', None)
@@ -76,10 +76,10 @@ def known_mode(name: str, modes: Modes | None = None) -> str | None:
 
 
 def resolve_mode(name: str, mode: str = "auto", modes: Modes | None = None) -> str:
-    """Returns "min" or "max": the given mode, or for "auto" that of the metric.
+    """Returns the given mode, "min" or "max", or for "auto" the direction of the metric.
 
     Raises:
-      ValueError: mode is "auto", and it is not known which values of the metric are better.
+      ValueError: mode is "auto", and the direction of the metric is unknown.
     """
     check_mode(mode)
     found = known_mode(name, modes) if mode == "auto" else mode
@@ -92,7 +92,7 @@ def resolve_mode(name: str, mode: str = "auto", modes: Modes | None = None) -> s
 
 
 def check_mode(mode: str) -> None:
-    """Checks that a mode is one."""
+    """Checks that a mode is "auto", "min" or "max"."""
     if mode not in ("auto", "min", "max"):
         raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}.")
 
@@ -121,7 +121,7 @@ def default_monitor(names: Iterable[str], modes: Modes | None = None) -> str | N
 
 
 def modes_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, str | None]:
-    """Returns the better values of metrics by their names, with a prefix."""
+    """Returns the directions of metrics by prefixed name."""
     return {f"{prefix}{name}": metric.mode or known_mode(name) for name, metric in metrics.items()}
 
 

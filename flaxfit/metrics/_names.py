@@ -115,7 +115,7 @@ MetricLike = Metric | Function | str
 def as_metrics(
     metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | MetricLike | None,
 ) -> dict[str, Metric]:
-    """Brings the metrics that a user passed into the form `{name: Metric}`.
+    """Converts the metrics that a user passed to `{name: Metric}`.
 
     Accepts a mapping of names to metrics, a sequence of metrics, one metric, or None. A metric is a
     `Metric`, a built-in name such as "accuracy" or "top_5", a function that returns per-example

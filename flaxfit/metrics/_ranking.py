@@ -1,4 +1,4 @@
-"""Ranking metrics: the items of each row in the order of their scores, beside their relevance."""
+"""Ranking metrics: of the relevance of each row's items, ordered by score."""
 
 import dataclasses
 from collections.abc import Callable

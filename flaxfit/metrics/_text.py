@@ -22,12 +22,12 @@ def _text(name: str, value: Value, mode: str, *, by_letter: bool = False) -> Met
     """Makes a metric of texts.
 
     Outputs are logits `(batch, tokens, vocabulary)` or integer tokens `(batch, tokens)`; targets
-    are integer tokens. Tokens of weight 0 are left out, of logits in both, and so is an example of
-    which no token counts. Others are weighed by example. The options:
-      decode: turns an array of tokens into a string, whose words (of `cer`: letters) are compared;
-        None: the tokens are.
-      ignore_label: the token of padding in the targets, which is left out.
-      end: the token that ends a sequence: it and what follows is left out.
+    are integer tokens. Tokens of weight 0 are ignored in the targets, and, with logits, in the
+    outputs. An example without counted tokens is ignored; others are weighted by example. Options:
+      decode: converts an array of tokens to a string, to compare its words (`cer`: letters); None
+        compares tokens.
+      ignore_label: the padding token of the targets, which is ignored.
+      end: the token that ends a sequence; it is ignored, with all later tokens.
     """
 
     def configure(

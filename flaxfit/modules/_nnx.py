@@ -34,10 +34,10 @@ def from_nnx(
 
     Its variables become `{"params": ..., "batch_stats": ..., ...}`, one collection per type of
     variable. A shared variable is held once; arrays that are not variables are "constants". Random
-    states are not among them: every call receives its keys by `rngs`, and each stream of each layer
-    draws its own numbers. A call that has an argument `rngs` receives an `nnx.Rngs` of these keys,
-    or None without keys, as in evaluation. Names of axes (`nnx.with_partitioning`) become
-    collections `params_axes` and so on, which `init_state` splits off.
+    states are not included: every call receives its keys by `rngs`, and each stream of each layer
+    draws its own numbers. A call with an argument `rngs` receives an `nnx.Rngs` of these keys, or
+    None without keys, as in evaluation. Axis names (`nnx.with_partitioning`) become collections
+    such as `params_axes`, which `init_state` splits off.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -49,14 +49,14 @@ def from_nnx(
 
     Args:
       model: an instance, whose current weights `init` returns, or a factory. Other attributes of an
-        instance are those at this call: a loop does not follow later changes, as a Model does.
+        instance are read at this call: unlike a Model, a loop does not follow later changes.
       train: True or False sets the flags named `train`, `training`, `is_training`, `deterministic`
-        or `use_running_average`: those of layers, attributes of your own modules that are a bool or
-        None, and an argument of the model's call.
+        or `use_running_average`: in layers, in attributes of your own modules that are a bool or
+        None, and as an argument of the model's call.
       call: `(module, *inputs) -> outputs`, to call instead of the module itself.
       losses: types of variables, or their names, whose values are terms of the loss, besides
         the type named "losses".
-      **modes: further flags to set in the layers, such as `decode`.
+      **modes: more flags to set in the layers, such as `decode`.
 
     Raises:
       TypeError: it is neither an NNX module nor a function that makes one of its rngs alone; its

@@ -16,9 +16,9 @@ def nnx_step(function: Function, **objects: Any) -> "NNXStep":
     """Makes the `step` of a task of a function that updates NNX modules and optimizers in place.
 
     The function is called with the modules and the optimizers by the names given here, with
-    `batch`, and with `rngs`, an `nnx.Rngs` of the step, if it has such an argument. It returns what
-    the step reports, by name. It is traced, as under `nnx.jit`, on copies that hold the state of
-    the run; the modules keep the modes that they have now.
+    `batch`, and with `rngs`, an `nnx.Rngs` of the step, if it has that argument. It returns the
+    metrics of the step by name. It is traced, as under `nnx.jit`, on copies that hold the state of
+    the run; the modules keep their current modes.
 
     >>> import flaxfit as ff
     >>> from flax import nnx
@@ -60,13 +60,13 @@ class NNXStep:
     """The step that `nnx_step` makes: `(state, batch) -> (state, sums)`."""
 
     init: Function
-    """The `init` of a loop: copies of the present variables. Those of the optimizers are added by
-    the task."""
+    """The `init` of a loop: copies of the current variables. The task adds the optimizers'
+    states."""
     apply: Function
-    """The module as the `apply` of the task; of several modules, what `checkpoint.module()` needs
-    to return all of them, by name in an `nnx.Dict`."""
+    """The module as the `apply` of the task; several modules are in an `nnx.Dict` by name, which
+    `checkpoint.module()` returns."""
     optimizer: optax.GradientTransformation
-    """The optimizer of the task: its `init` returns copies of the present states, by name."""
+    """The optimizer of the task: its `init` returns copies of the current states, by name."""
 
     def __init__(self, function: Function, objects: Mapping[str, Any]):
         from flax import nnx

@@ -28,8 +28,8 @@ def summarize(
 ) -> str:
     """Makes a table of a module's layers with their output shapes and numbers of parameters.
 
-    A layer has the parameters that are its own, not those of the layers within it. No line is
-    longer than 80 columns.
+    The parameters of a layer do not include those of nested layers. No line is longer than 80
+    columns.
 
     >>> print(summarize(nn.Dense(3), (jax.ShapeDtypeStruct((1, 2), "float32"),)))
     Dense · 9 params
@@ -43,11 +43,11 @@ def summarize(
       module: a Linen or NNX module.
       inputs: the model's inputs, a tuple or a dict; only shapes and dtypes matter.
       name: what to call the module; None: its class.
-      variables: its variables by collection; None: those that it makes for these inputs.
+      variables: its variables by collection; None: initializes them for these inputs.
       freeze: patterns of the parameters that are not trained.
       rngs: the random streams that a call in evaluation draws from.
-      count_flops: returns the floating-point operations of `(function, *shapes)`, which the table
-        then has for a call with these inputs.
+      count_flops: returns the floating-point operations of `(function, *shapes)`; adds the number
+        for a call with these inputs to the table.
 
     Raises:
       TypeError: the model is a pair of functions, which has no layers to show.

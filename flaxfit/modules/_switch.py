@@ -21,7 +21,7 @@ from flaxfit.tree import Function, PyTree, Variables, check_is_function, paramet
 
 
 def train_and_eval(module: Any, *, losses: Names = ()) -> tuple[ModelFunctions, ModelFunctions]:
-    """Makes the functions of a model for training, and those for evaluation.
+    """Makes the functions of a model for training, and its functions for evaluation.
 
     The flag is a field of the module or an argument of its call, named `train`, `training`,
     `is_training`, `deterministic` or `use_running_average`.

@@ -1,4 +1,4 @@
-"""The arguments of an update that a step passes beside gradients, state and parameters."""
+"""The arguments of an update that a step passes besides gradients, state and parameters."""
 
 import inspect
 from collections.abc import Iterable

@@ -195,7 +195,7 @@ class OptimizerDef(Adjustable):
         return updates, jax.tree.map(_in_dtype_of, new, state)
 
     def _whole_set(self, hyper_params: PyTree) -> dict[str, PyTree]:
-        """Returns an override for every hyperparameter, None for those not in the set."""
+        """Returns an override for every hyperparameter, None if it is not in the set."""
         if hyper_params is None:
             return {}
         values = _by_name(hyper_params)

@@ -298,7 +298,7 @@ def _set(node: PyTree, values: Mapping[str, ArrayLike]) -> PyTree:
 
 
 def _like(old: PyTree, value: ArrayLike, name: str) -> PyTree:
-    """Returns a value as an array that compiled functions take in place of `old`."""
+    """Converts a value to an array of the type of `old`, for compiled functions."""
     if jnp.shape(value) != jnp.shape(old):
         raise ValueError(f"{name} has shape {jnp.shape(old)}, got shape {jnp.shape(value)}.")
     is_whole = jnp.issubdtype(old.dtype, jnp.integer)

@@ -110,7 +110,7 @@ class Optimizer(struct.PyTreeNode):
 class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
     """An Optax transformation that knows its hyperparameters.
 
-    Subclasses implement `_init` and `_update` in place of a pair of functions.
+    Subclasses implement `_init` and `_update` instead of a pair of functions.
     """
 
     def __init_subclass__(cls) -> None:

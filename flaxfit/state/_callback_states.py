@@ -20,7 +20,7 @@ _OLD_NAME = re.compile(r"(\d+)-(\w+)")
 def collect(callbacks: Iterable[Function]) -> tuple[dict[str, Json], dict[str, PyTree]]:
     """Collects the states of callbacks by name: their JSON, and their arrays.
 
-    Arrays are those entries of a `get_state()` that are named like a field of a training state,
+    The arrays are the entries of `get_state()` that are named like a field of a training state,
     such as "params".
     """
     states, arrays = {}, {}

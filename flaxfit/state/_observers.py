@@ -1,4 +1,4 @@
-"""Observers: what a loop calls while it trains, beside its callbacks."""
+"""Observers: functions that a loop calls while it trains, besides its callbacks."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Derives the logical axes of any optimizer's state from those of the parameters."""
+"""Derives the logical axes of any optimizer's state from the parameters' axes."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -17,7 +17,7 @@ Names = tuple[str | tuple[str, ...] | None, ...]
 
 
 def with_optimizer(axes: Axes | None, params: Params, opt_state: OptState) -> Axes | None:
-    """Replaces the axes of an optimizer's state by those of another one.
+    """Replaces the axes of the optimizer's state by axes for this optimizer.
 
     >>> params = {"w": np.ones(3)}
     >>> axes = FrozenDict({"params/w": PartitionSpec("embed")})

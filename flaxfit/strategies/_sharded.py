@@ -26,13 +26,13 @@ class Sharded:
     """Splits the state and the batches over a named mesh; the compiler adds the communication.
 
     The state is created and kept in parts: `gather` returns whole arrays. Batches are split over
-    the axes "data" and "fsdp" of the mesh, or those of the rule "batch". Parameters are split by
+    the axes "data" and "fsdp" of the mesh, or the axes of the rule "batch". Parameters are split by
     the names of their dimensions (`nn.with_logical_partitioning`, `nnx.with_partitioning`), which
     rules map to axes of the mesh, or by patterns of their paths; the optimizer's state is split
     like them. For each name, the first rule whose axes are free applies. A name without a rule that
     is itself an axis of the mesh is split over it; else that dimension stays whole.
 
-    A step sees the whole batch: losses, BatchNorm and random streams are those of one device.
+    A step sees the whole batch: losses, BatchNorm and random streams are as on one device.
 
     >>> strategy = Sharded({"data": 2, "model": 2}, fsdp=True)
     >>> strategy
@@ -48,9 +48,9 @@ class Sharded:
       rules: pairs of a logical name and an axis (or a tuple of axes, or None), or of a pattern of
         parameter paths ("encoder/.*/kernel") and a `PartitionSpec`. None: the usual names of a
         transformer's dimensions ("vocab", "heads", "mlp") over the axis "model".
-      fsdp: whether to split what the rules leave whole, each array that is not small at its largest
-        divisible dimension: over the axis "fsdp" if the mesh has it, else "data", or over the
-        axis of this name.
+      fsdp: whether to split arrays further, except small ones, along the largest divisible
+        dimension that the rules leave whole: over the axis "fsdp" if the mesh has it, else "data",
+        or over the axis of this name.
       devices: the devices to use; None: all devices, of all processes.
       axis_name: what models call the axis of replicas, as in `nn.BatchNorm(axis_name="batch")`:
         here the whole batch is one replica. It is not an axis of the mesh.
