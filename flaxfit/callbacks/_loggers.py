@@ -159,7 +159,6 @@ class CSVLogger(_RowLogger):
         return self._text([header, *rows])
 
     def _check_columns(self, columns: list[str], row: Mapping[str, float]) -> None:
-        """Rejects a file whose columns are not this run's."""
         added = [name for name in row if name not in columns]
         # Validation may be due at a later epoch.
         lost = [name for name in columns if name not in row and not name.startswith("val_")]

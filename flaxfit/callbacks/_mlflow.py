@@ -46,7 +46,6 @@ class MLflowLogger(TrackedRun):
         self._params = dict(params or {})
 
     def _begin(self) -> Run:
-        """Returns a client whose run is running."""
         client = self._mlflow.MlflowClient(tracking_uri=self._uri)
         if self.run_id is not None:
             client.update_run(self.run_id, status="RUNNING")

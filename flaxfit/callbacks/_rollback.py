@@ -79,7 +79,6 @@ class Rollback:
         return checkpoint.with_metrics({"rollbacks": self.n_rollbacks})
 
     def _go_back(self, step: int, value: float | None) -> TrainState:
-        """Restores the last good state in the loop, or raises."""
         if self._loop is None:
             raise ValueError("Rollback has no loop to restore a state in: pass it in callbacks=.")
         what = f"the parameters or the model's state are not finite at step {step:,}"

@@ -127,7 +127,7 @@ class SaveOnSignal:
         arguments = (
             self._arrived,
             self._grace_seconds,
-            weakref.WeakMethod(self._why_nothing_is_lost),
+            weakref.WeakMethod(self._why_nothing_is_lost),  # Do not keep loop and state alive.
             self._saved,  # The thread may outlive this object and its loop.
         )
         threading.Thread(

@@ -129,6 +129,7 @@ class EarlyStopping:
             if self.restore_best and checkpoint.state is not None:
                 names = _WEIGHTS if has_average(checkpoint.state) else _WEIGHTS[:2]
                 weights = {name: getattr(checkpoint.state, name) for name in names}
+                # The next step donates borrowed arrays; an owned checkpoint can be kept as it is.
                 is_borrowed = checkpoint.is_borrowed
                 self._best_weights = jax.tree.map(jnp.copy, weights) if is_borrowed else weights
             return checkpoint

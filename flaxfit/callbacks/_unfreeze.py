@@ -83,6 +83,5 @@ def _unfreeze(loop: Loop, patterns: Iterable[str]) -> int:
 
 
 def _frozen(loop: Loop) -> list[str]:
-    """Returns the paths of a loop's frozen parameters."""
     patterns = loop.freeze
     return [p for p in flat(loop.state.params) if any(re.fullmatch(each, p) for each in patterns)]

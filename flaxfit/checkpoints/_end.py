@@ -58,6 +58,7 @@ def _close_all() -> None:
 
 def _end_unsaved() -> None:
     """Ends the process with `UNSAVED`, after all other exit functions."""
+    # Run the other exit functions here, as `os._exit` skips them, and a normal exit returns 0.
     atexit.unregister(_end_unsaved)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

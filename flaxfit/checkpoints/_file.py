@@ -130,7 +130,6 @@ def read(
 
 
 def _metrics(found: Mapping[str, Json]) -> dict[str, PyTree]:
-    """Returns the metrics of a record, with lists as arrays."""
     return {
         name: np.asarray(value) if isinstance(value, list) else value
         for name, value in found.items()

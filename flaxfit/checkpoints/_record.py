@@ -87,7 +87,6 @@ def as_plain_json(record: Json) -> Json:
 
 
 def _number(value: object) -> Json:
-    """Converts numbers and arrays of NumPy and JAX to Python's."""
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         return value.tolist()
     raise TypeError(f"got {type(value).__name__}: {value!r:.60}")

@@ -127,5 +127,6 @@ class Retention:
         steps, best = _folder.steps(folder), []
         if self.monitor is not None:
             best = ranking(intact_records(folder, steps), self.monitor)[: self._keep_best]
+        # Always keep `step`: with older steps of higher numbers it may not be among the last.
         for old in set(steps) - {step, *steps[-self._keep :], *best}:
             _folder.delete(folder, old)

@@ -121,6 +121,7 @@ def _split(content: np.ndarray) -> tuple[dict[str, Json], dict[str, str], np.nda
 def _views(entries: Mapping[str, Json], data: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the arrays as views, after checking that they cover the data exactly once."""
     spans = {name: _span(name, entry) for name, entry in entries.items()}
+    # No gaps or overlaps: bytes that belong to no array or to two could hide other content.
     end = 0
     for start, stop in sorted(spans.values()):
         if start != end:

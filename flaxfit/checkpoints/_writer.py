@@ -23,6 +23,8 @@ from flaxfit.distributed import from_main, is_main
 from flaxfit.state import Checkpoint, collect
 from flaxfit.tree import Array, Json
 
+# One writer of this process begins at a time: between waiting for the others and registering its
+# own save, no other writer may begin one in the same folder.
 _turn = threading.Lock()
 
 

@@ -167,7 +167,6 @@ def _opener(data: Data, options: dict[str, Any]) -> OpenPass:
 
 
 def _settings(data: Data, options: dict[str, Any]) -> dict[str, Json]:
-    """Returns the options that the batches depend on."""
     if options["shuffle"] and is_indexed(data):
         return {"shuffle": True, "seed": options["seed"]}
     if is_hugging_face(data) or (options["shuffle"] and callable(data)):

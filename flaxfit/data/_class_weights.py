@@ -217,7 +217,6 @@ _ADVICE = "Pass one-hot rows as floats, or weights of tokens instead of class_we
 
 
 def _checked(class_weight: Any, alternative: str = "") -> Mapping[int, float]:
-    """Checks that class weights map labels to weights."""
     if not isinstance(class_weight, Mapping):
         raise TypeError(
             f"class_weight must map labels to weights, such as {{0: 1.0, 1: 2.5}}{alternative}, "

@@ -146,6 +146,7 @@ def _serve(stream: Any, requests: queue.SimpleQueue) -> None:
         except BaseException as raised:  # Raised by `next`.
             error = raised
         has_failed = error is not None
+        # The position travels with its batch: the stream is ahead of what `next` has delivered.
         results.put((result, error, _position(stream)))
     if request == _END and isinstance(stream, IterableStream):
         stream.close()

@@ -142,7 +142,6 @@ class Roles:
         )
 
     def _targets_of(self, columns: Mapping[str, PyTree]) -> Names:
-        """Returns the names of the targets."""
         if self.targets is not None:
             return self.targets
         taken = (self.call or ()) if self.inputs is None else _columns_in(self.inputs)
@@ -185,7 +184,6 @@ def _taken(role: str, names: Names, columns: Mapping[str, PyTree]) -> Any:
 
 
 def _one(role: str, name: Any, columns: Mapping[str, PyTree]) -> PyTree:
-    """Returns one column, or columns by name."""
     if isinstance(name, Mapping):
         return {given: _one(role, each, columns) for given, each in name.items()}
     if name is None or name in columns:

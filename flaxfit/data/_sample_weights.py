@@ -66,6 +66,7 @@ def without_masked(targets: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
     if not isinstance(target, np.ma.MaskedArray) or isinstance(weights, list | Mapping):
         return targets, weights
     counts = ~np.ma.getmaskarray(target)
+    # A mask that is constant along trailing axes becomes a weight per example or token.
     while counts.ndim > 1 and (counts == counts[..., :1]).all():
         counts = counts[..., 0]
     counts = counts.astype(np.float32)

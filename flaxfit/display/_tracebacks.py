@@ -113,7 +113,6 @@ def _without_internals(entries: list[TracebackType]) -> TracebackType | None:
 
 
 def _package(entry: TracebackType) -> str:
-    """Returns the top-level package of a frame's module."""
     return (entry.tb_frame.f_globals.get("__name__") or "").partition(".")[0]
 
 

@@ -70,6 +70,7 @@ def exchange(topic: str, value: Json = None, *, seconds: float | None = None) ->
         return [value]
     client = _client()
     seconds = _patience["seconds"] if seconds is None else seconds
+    # A new key per round, so that the value of a faster process is not taken for an older one.
     _rounds[topic] += 1
     number = _rounds[topic]
     place = f"flaxfit/{topic}/{number}"

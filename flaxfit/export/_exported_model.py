@@ -121,6 +121,7 @@ def _as_input(method: str, wanted: jax.ShapeDtypeStruct, value: ArrayLike) -> ja
             f"{method!r} takes {wanted.dtype}, got {array.dtype}, which cannot be cast without "
             f"loss: pass x.astype({str(wanted.dtype)!r}) if that is intended."
         )
+    # JAX assumes that symbolic dimensions are at least 1.
     if 0 in array.shape and 0 not in wanted.shape:
         raise ValueError(
             f"{method!r} takes dimensions of 1 or more, got the shape {array.shape}: there is "

@@ -49,7 +49,6 @@ def _check_replaceable(path: Path, folder: bool) -> None:
 
 
 def _sync(file: Path) -> None:
-    """Flushes a file to the disk."""
     if file.is_file():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())

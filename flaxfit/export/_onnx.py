@@ -113,7 +113,6 @@ def _chosen(module: JaxModule, method: str | None) -> str:
 
 
 def _as_function(session: Any, specs: Specs, structure: PyTree) -> Function:
-    """Makes a function of the method's inputs from a session."""
 
     def run(*inputs: PyTree, **named: PyTree) -> PyTree:
         leaves = map(np.asarray, jax.tree.leaves(named or inputs))

@@ -102,7 +102,6 @@ def save_saved_model(
 
 
 def _signature(function: Function, specs: Specs) -> Function:
-    """Makes a method with flat, named inputs and outputs."""
     tf = import_tensorflow()
 
     def signature(**named: Tensor) -> dict[str, Tensor]:

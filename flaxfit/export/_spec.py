@@ -105,7 +105,6 @@ def shape_structs(specs: Specs) -> PyTree:
 
 
 def _constraints(specs: Specs) -> tuple[str, ...]:
-    """Returns the constraints of all specs, without duplicates."""
     return tuple(dict.fromkeys(c for spec in jax.tree.leaves(specs) for c in spec.constraints))
 
 

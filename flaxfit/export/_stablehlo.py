@@ -135,7 +135,6 @@ def _serialized(name: str, program: jax.export.Exported, gradients: bool) -> byt
 
 
 def _platform() -> str:
-    """Returns `jax.export`'s name of this process's platform."""
     backend = jax.default_backend()
     if backend != "gpu":
         return backend

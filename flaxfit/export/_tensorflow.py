@@ -114,7 +114,6 @@ def _open(shape: Iterable[object]) -> list[int | None]:
 
 
 def _as_tensors(specs: Specs, inputs: PyTree) -> PyTree:
-    """Converts inputs to tensors of their specs' dtypes."""
     tf = import_tensorflow()
     if jax.tree.structure(inputs) != jax.tree.structure(specs):
         raise ValueError(

@@ -54,6 +54,7 @@ def _lazy(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Lazy
     size = math.prod(shape) * dtype.itemsize
     require(0 <= size <= member.file_size, f"the size of {member.filename} is wrong")
 
+    # Open and check again when reading: the file may have changed since.
     def read() -> np.ndarray:
         with (
             reading(f"{member.filename} of {path}", _KIND, NotImplementedError, RuntimeError),

@@ -83,7 +83,6 @@ def _leaves(tree: PyTree, keys: tuple[str, ...]) -> Iterator[tuple[str, PyTree]]
 
 
 def _is_spec(tree: dict[str, PyTree]) -> bool:
-    """Returns whether a dict is the TensorStore spec of an array."""
     return isinstance(tree.get("driver"), str) and isinstance(tree.get("kvstore"), dict)
 
 

@@ -181,7 +181,6 @@ class _Options(dict[str, object]):
 def _renamed(
     rule: Rule, options: Mapping[str, object], name: str, value: ArrayLike, match: re.Match[str]
 ) -> tuple[str | None, ArrayLike]:
-    """Calls a rule and checks its result."""
     found = rule(options, name, value, *match.groups())
     if found is None:
         return None, None

@@ -94,7 +94,6 @@ def _prepared(
     axis: int | Sequence[int] | None,
     from_logits: bool,
 ) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
-    """Returns probabilities, labels and the axes to sum over."""
     check_same_shape(name, logits, labels, "labels")
     axes = summed_axes(name, axis, np.ndim(logits))
     shares = floating(logits)

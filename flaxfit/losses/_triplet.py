@@ -75,5 +75,6 @@ def _distances(x: jax.Array) -> jax.Array:
     products = jnp.matmul(x, x.T, precision="highest")
     lengths = jnp.diagonal(products)
     squares = jnp.maximum(lengths[:, None] + lengths - 2 * products, 0)
+    # Both `where`s: the gradient of sqrt at 0 is inf, which the outer one alone would turn to NaN.
     is_apart = squares > 0
     return jnp.where(is_apart, jnp.sqrt(jnp.where(is_apart, squares, 1)), 0)

@@ -138,6 +138,7 @@ _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 def _kept_leaves(state: PyTree, name: str) -> PyTree:
     """Returns which leaves `merge` keeps (True) or adds (False), by trying two numbers."""
     leaves, structure = jax.tree.flatten(state)
+    # Merge in both orders: a leaf that takes the maximum or minimum neither keeps nor adds.
     low, high = (
         [np.full(np.shape(leaf), number, jnp.result_type(leaf)) for leaf in leaves]
         for number in (3, 50)

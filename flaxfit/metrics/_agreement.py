@@ -18,7 +18,6 @@ from flaxfit.tree import Array, ArrayLike, Sums
 def _of_counts(
     name: str, value: Callable[[Counts], ArrayLike], mode: str | None = "max", **options: Any
 ) -> Metric:
-    """Makes a metric from the counts by class."""
     count = count_answers(name, **options)
 
     def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:

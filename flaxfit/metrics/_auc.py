@@ -122,6 +122,7 @@ def _excess(shares: np.ndarray, n_rows: int) -> float:
     heads, rest = np.split(shares, [2**_HEAD], 1)
     levels = rest.reshape(2, -1, _COPIES * n_rows, 2**_DIGIT)
     excess, prefixes, counts = _ranked(heads), np.arange(2**_HEAD, dtype=np.uint64), heads
+    # Each level ranks the pairs that the levels before it have left in one bin.
     for level in range(levels.shape[1]):
         # Pairs within other prefixes count as ties: a fraction of at most 1 / (4 * n_rows).
         chosen = np.argsort(-counts.sum(0), kind="stable")[:n_rows]

@@ -142,7 +142,7 @@ _ADVICE = {
 
 
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
-    """Translates Keras's option names, and drops None where it means Keras's default."""
+    """Translates Keras's option names, and drops a None that means Keras's default."""
     for name, ours in OF_KERAS.items():
         if name in options and ours in options:
             raise TypeError(f"The options {ours} and {name} are the same: pass one of them.")

@@ -101,6 +101,7 @@ def _windows(*products: jax.Array) -> jax.Array:
     units = jnp.asarray(_UNITS, parts.dtype).reshape(-1, *[1] * (parts.ndim - 2))
     # A part this large is a multiple of the unit already, and the division might overflow.
     is_whole = jnp.abs(parts) >= units * 2.0 ** (jnp.finfo(parts.dtype).nmant + 1)
+    # A window keeps the digits between its unit and the next larger one.
     cut = jnp.where(is_whole, parts, jnp.trunc(parts / units) * units)
     above = jnp.concatenate([cut[:, 1:], jnp.zeros_like(cut[:, :1])], 1)
     return (cut - above).sum(0)

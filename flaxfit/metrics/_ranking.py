@@ -38,6 +38,7 @@ def _ranked(scores: jax.Array, relevance: jax.Array) -> _Ranked:
     gains, hits = (
         jnp.take_along_axis(each, end, -1) - jnp.take_along_axis(each, first, -1) for each in sums
     )
+    # If none of the tied items before a rank was relevant, all hits are among the `n_left` others.
     n_equal, n_left = end - first, end - jnp.arange(scores.shape[-1])
     gains = jnp.where(n_equal == 1, relevant, gains / n_equal)
     return _Ranked(gains, hits / n_equal, jnp.minimum(hits / n_left, 1), relevance)

@@ -72,7 +72,6 @@ def _rate(name: str, fraction: Fraction, *, mode: str = "max", default: str = "a
 def _sums_and_value(
     name: str, fraction: Fraction, zero_division: float, **options: Any
 ) -> tuple[Function, Function]:
-    """Makes `measure` and `compute` of a rate."""
     count = count_answers(name, **options)
     average, class_id, top_k = (options[each] for each in ("average", "class_id", "top_k"))
     multilabel = options["multilabel"]

@@ -71,6 +71,7 @@ def _watching_nnx(module: Any, watched: Function) -> Iterator[None]:
     def watching(function: Function) -> Function:
         @functools.wraps(function)
         def call(self: Any, *given: PyTree, **named: PyTree) -> PyTree:
+            # Find the paths at the outermost call: `apply` merges new instances each time.
             is_outermost = not paths
             if is_outermost:
                 for path, one in nnx.iter_modules(self):

@@ -1,7 +1,5 @@
-"""Attributes: detects changes of an NNX instance other than in the values of its variables.
-
-This imports NNX, so it is imported only where a model is an NNX module.
-"""
+"""Attributes: detects changes of an NNX instance other than in the values of its variables."""
+# This imports NNX: import it only where a model is an NNX module.
 
 import functools
 import itertools
@@ -147,7 +145,6 @@ class _Entry(NamedTuple):
 
 
 def _entries(seen: list[_Seen]) -> Iterator[_Entry]:
-    """Yields the attributes of all recorded objects."""
     left = {id(each.thing) for each in seen if _is_left_by_call(each)}
     kept = [each for each in seen if id(each.thing) not in left]
     numbers = {id(each.thing): number for number, each in enumerate(kept)}

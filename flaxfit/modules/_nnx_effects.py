@@ -1,7 +1,5 @@
-"""Checks the side effects of a call of an NNX module: written parameters, other attributes.
-
-This imports NNX, so it is imported only where a model is an NNX module.
-"""
+"""Checks the side effects of a call of an NNX module: written parameters, other attributes."""
+# This imports NNX: import it only where a model is an NNX module.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -184,6 +182,7 @@ def _computes_the_same(
         states.mark_arrays(module)
         nnx.pop(module, lambda path, x: path not in given and states.is_transient(type(x), losses))
         graph, state = nnx.split(module)
+        # With the values of the fresh module, only structure and attributes can differ.
         leaves = [(path, given.get(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
         one = program(fresh)
         two = program(lambda: nnx.merge(graph, nnx.from_flat_state(leaves), copy=True))

@@ -1,7 +1,5 @@
-"""Explains errors of a call of an NNX module, naming the layer that raised them.
-
-This imports NNX, so it is imported only where a model is an NNX module.
-"""
+"""Explains errors of a call of an NNX module, naming the layer that raised them."""
+# This imports NNX: import it only where a model is an NNX module.
 
 import contextlib
 import re

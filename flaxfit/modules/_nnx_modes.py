@@ -1,7 +1,5 @@
-"""Finds the modes of an NNX module, such as `train`, and sets them in a copy.
-
-This imports NNX, so it is imported only where a model is an NNX module.
-"""
+"""Finds the modes of an NNX module, such as `train`, and sets them in a copy."""
+# This imports NNX: import it only where a model is an NNX module.
 
 import functools
 from collections.abc import Collection, Mapping, Sequence

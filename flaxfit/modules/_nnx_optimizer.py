@@ -1,7 +1,5 @@
-"""Splits the state of an `nnx.Optimizer` into arrays in dicts and Optax classes.
-
-This imports NNX, so it is imported only where a step has NNX optimizers.
-"""
+"""Splits the state of an `nnx.Optimizer` into arrays in dicts and Optax classes."""
+# This imports NNX: import it only where a step has NNX optimizers.
 
 import copy
 import functools

@@ -1,7 +1,5 @@
-"""Splits the state of an NNX module into plain dicts of arrays, and merges it again.
-
-This imports NNX, so it is imported only where a model is an NNX module.
-"""
+"""Splits the state of an NNX module into plain dicts of arrays, and merges it again."""
+# This imports NNX: import it only where a model is an NNX module.
 
 import functools
 import operator

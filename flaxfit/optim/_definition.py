@@ -186,6 +186,7 @@ class OptimizerDef(Adjustable):
                 "OptimizerDef(..., learning_rate=1e-3), which set_hyperparams changes."
             )
         own = {name: self._value(name, given[name], state) for name in self._live if name in given}
+        # Optax increments a count; the result is dropped below.
         begun = state._replace(count=0, hyperparams={**state.hyperparams, **own})
         with self._explained():
             updates, new = self._injected.update(updates, begun, params, **{**given, **own})

@@ -116,6 +116,7 @@ class ExtendedOptimizer:
             own = jax.tree.map(
                 lambda own, new, old: jnp.where(is_due, new - old, own), own, average, trained
             )
+        # Frozen parameters that were passed get updates of zero.
         zeros = jax.tree.map(jnp.zeros_like, params)
         return merge(own, zeros), state._replace(inner=inner, average=average, n_steps=n_steps)
 

@@ -82,7 +82,6 @@ _CHOSEN = object()
 
 
 def _select(filter: Filter, params: Params) -> list[bool]:
-    """Returns for each leaf whether it is selected."""
     if isinstance(filter, str | re.Pattern):
         return [re.fullmatch(filter, path) is not None for path, _ in _parameters(params)]
     if is_nnx_filter(filter):

@@ -160,7 +160,6 @@ class MultiOptimizer(Adjustable):
         return updates, state._replace(states=_of_groups(new))
 
     def _sets(self, hyper_params: PyTree) -> list[PyTree]:
-        """Returns the given hyperparameters of each group, or None."""
         if hyper_params is None:
             return [None] * len(self._names)
         if isinstance(hyper_params, Mapping):

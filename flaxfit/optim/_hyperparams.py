@@ -225,7 +225,6 @@ def _is_known(node: PyTree) -> bool:
 
 
 def _children(node: PyTree) -> dict[str, OptState]:
-    """Returns the states of the groups of a node, by name."""
     if isinstance(node, GroupsState):
         return {name: state for (name,), state in zip(node.names, node.states, strict=True)}
     if isinstance(node, optax.transforms.PartitionState):

@@ -33,6 +33,7 @@ def _last_factor(update: object) -> float | None:
     """Returns the factor of the last `optax.scale`: 1 for identity, None for other updates."""
     if not inspect.isfunction(update) or not update.__module__.startswith("optax."):
         return None
+    # Optax has no public way to ask: read the closure variables of its update functions.
     held = inspect.getclosurevars(update).nonlocals
     match update.__qualname__.partition(".")[0]:
         case "identity":

@@ -238,6 +238,7 @@ def _refuse(checkpoint: Checkpoint, name: str, value: PyTree) -> NoReturn:
     )
 
 
+# The dataclass is frozen already; this error says what to do instead.
 type.__setattr__(Checkpoint, "__setattr__", _refuse)
 _BORROWABLE = ("state", "last_grads")
 for _name in _BORROWABLE:

@@ -38,6 +38,7 @@ def digests(arrays: Mapping[str, ArrayLike]) -> dict[str, str]:
     words = {name: _words(array) for name, array in arrays.items()}
     found: list[tuple[Sequence[str], jax.Array]] = []
     for names in _chunks(words):
+        # Bound the dispatched programs, but keep some in flight so that the devices do not idle.
         if len(found) >= _MOST_IN_FLIGHT:
             found[-_MOST_IN_FLIGHT][1].block_until_ready()
         found.append((names, _lanes([words[name] for name in names])))
