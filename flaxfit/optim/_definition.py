@@ -77,8 +77,9 @@ class OptimizerDef(Adjustable):
             for name, value in given.items()
             if name not in fixed and _is_live(value)
         }
-        needs_rate = is_per_parameter or _needs_rate(optax_factory)
-        if given.get("learning_rate", 0) is None and needs_rate:
+        if given.get("learning_rate", 0) is None and (
+            is_per_parameter or _needs_rate(optax_factory)
+        ):
             self._live["learning_rate"] = _NO_RATE
         others = {name: value for name, value in given.items() if name not in self._live}
         factory = self._per_parameter if is_per_parameter else optax_factory
