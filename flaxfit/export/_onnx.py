@@ -116,10 +116,10 @@ def _as_function(session: Any, specs: Specs, structure: PyTree) -> Function:
 
     def run(*inputs: PyTree, **named: PyTree) -> PyTree:
         leaves = map(np.asarray, jax.tree.leaves(named or inputs))
-        named = dict(zip(input_names(specs), leaves, strict=True))
+        by_name = dict(zip(input_names(specs), leaves, strict=True))
         # The file lacks inputs that the method does not use.
         used = {i.name for i in session.get_inputs()}
-        found = session.run(None, {name: x for name, x in named.items() if name in used})
+        found = session.run(None, {name: x for name, x in by_name.items() if name in used})
         return jax.tree.unflatten(structure, found)
 
     return run
