@@ -164,8 +164,8 @@ class CSVLogger(_RowLogger):
         lost = [name for name in columns if name not in row and not name.startswith("val_")]
         if added or lost:
             raise ValueError(
-                f"CSVLogger cannot append to {self._path}, whose columns are not those of this "
-                f"run: it has {', '.join(columns)}; the run has {', '.join(row)}. Choose another "
+                f"CSVLogger cannot append to {self._path}, whose columns differ from this "
+                f"run's: it has {', '.join(columns)}; the run has {', '.join(row)}. Choose another "
                 "path, or append=False, which overwrites the file."
             )
 

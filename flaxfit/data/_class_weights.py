@@ -202,8 +202,8 @@ class _LabelReader:
     def _check_rows(self, labels: np.ndarray, are_rows: bool) -> None:
         if self._are_rows and not are_rows:
             raise ValueError(
-                "class_weight read the targets y of earlier batches as one-hot rows, but those of "
-                f"this batch are not. {_ADVICE}"
+                "class_weight read the targets y of earlier batches as one-hot rows, but this "
+                f"batch has other targets. {_ADVICE}"
             )
         is_first = self._of_batches and self._are_rows is None
         if is_first and are_rows and labels.dtype.kind in "biu":

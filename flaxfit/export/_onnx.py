@@ -113,7 +113,6 @@ def _chosen(module: JaxModule, method: str | None) -> str:
 
 
 def _as_function(session: Any, specs: Specs, structure: PyTree) -> Function:
-
     def run(*inputs: PyTree, **named: PyTree) -> PyTree:
         leaves = map(np.asarray, jax.tree.leaves(named or inputs))
         by_name = dict(zip(input_names(specs), leaves, strict=True))

@@ -123,8 +123,8 @@ def with_axis_last(name: str, axis: int, *arrays: ArrayLike) -> tuple[ArrayLike,
     n = np.ndim(arrays[0])
     if axis in (0, -n) or not -n <= axis < n:
         raise ValueError(
-            f"loss {name!r}: axis={axis} is none of the axes after that of the examples; the "
-            f"outputs have shape {np.shape(arrays[0])}."
+            f"loss {name!r}: axis={axis} must be one of the axes after the first, that of the "
+            f"examples; the outputs have shape {np.shape(arrays[0])}."
         )
     return tuple(jnp.moveaxis(jnp.asarray(x), axis, -1) for x in arrays)
 

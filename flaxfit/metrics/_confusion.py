@@ -46,7 +46,7 @@ def confusion_matrix(
         if n_classes not in (None, found.n_classes):
             raise ValueError(
                 f"A confusion matrix of {n_classes} classes does not fit outputs of shape "
-                f"{np.shape(outputs)}, which tell {found.n_classes} classes apart."
+                f"{np.shape(outputs)}, which have {found.n_classes} classes."
             )
         counted, doubts = counted_weights(found, weights, from_logits=from_logits)
         matrix = add_by_class(found.n_classes, counted, found.actual, found.predicted)

@@ -258,8 +258,8 @@ def _by_name(given: str) -> Metric:
         raise ValueError(f"There is no metric 'loss'. {_OF_LOSS}")
     if name in ("mean", "sum"):
         raise ValueError(
-            f"There is no metric {given!r} of outputs and targets: say of what, by a function "
-            f"(outputs, targets) -> values: flaxfit.metrics.{name}(f)."
+            f"The metric {given!r} needs a function (outputs, targets) -> values: "
+            f"flaxfit.metrics.{name}(f)."
         )
     known = [*_BUILT_IN, *aliases(), "top_5", "confusion_matrix"]
     nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.5)

@@ -224,8 +224,8 @@ spearman = _pair("spearman", _numbers, _spearman, "max")
 def _kendall(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
     if np.ptp(weights):
         raise ValueError(
-            "The metric 'kendall' counts all examples alike: give the weights 0 or 1, or use "
-            "'spearman', which takes any."
+            "The metric 'kendall' counts all examples equally: use weights of 0 and 1, or the "
+            "metric 'spearman', which takes any weights."
         )
     from scipy.stats import kendalltau  # Slow to import.
 

@@ -72,9 +72,9 @@ def _ranking(
         def compute(sums: Sums) -> ArrayLike:
             if np.isposinf(sums["sum"]):
                 raise ValueError(
-                    f"The metric {name!r} got targets below 0, or numbers of items that are not "
-                    "there. Give items that are not relevant 0, and leave out those that do not "
-                    f"count, such as padding: {name}(ignore_label=-1)."
+                    f"The metric {name!r} got negative targets, or indices of items that do not "
+                    "exist. Use 0 for irrelevant items, and ignore items that do not count, such "
+                    f"as padding: {name}(ignore_label=-1)."
                 )
             return metric.compute(sums)
 

@@ -93,8 +93,8 @@ def check_repeats(
         said = (_in_words(name, old, new) for name, (old, new) in [*changes.items()][:5])
         raise ValueError(
             f"{called} {', '.join(said)}, which its next call would see, but every step repeats "
-            "the first call. Keep what changes in an nnx.Variable that __init__ creates, and use "
-            "jnp.where instead of `if`. If only the first call differs, call the module once "
+            "the first call. Keep changing values in an nnx.Variable that __init__ creates, and "
+            "use jnp.where instead of `if`. If only the first call differs, call the module once "
             "before you pass it."
         )
 

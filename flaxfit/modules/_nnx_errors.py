@@ -52,8 +52,8 @@ def rngs_explained(position: int | None, n_inputs: int, is_keyless: bool) -> Ite
         if position is None or not is_keyless or "NoneType" not in str(error):
             raise
         raise ValueError(
-            f"The call failed where it is given no rngs, as in evaluation: {error}. To draw random "
-            "numbers in evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
+            f"The call failed without rngs, as in evaluation: {error}. To draw random numbers in "
+            "evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
             "EvalTask(..., rngs=('noise',)). Else test `rngs is None` in the call."
         ) from error
 

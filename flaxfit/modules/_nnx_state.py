@@ -283,7 +283,7 @@ def _values(
         values.append(value)
     if missing:
         raise ValueError(
-            f"The variables lack what the model holds at {', '.join(missing)}; they have the "
+            f"The variables lack {', '.join(missing)}, which the model has; they have the "
             f"collections {', '.join(variables)}. Pass variables by collection, as its init "
             "returns them and state.variables holds them."
         )

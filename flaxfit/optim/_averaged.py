@@ -159,8 +159,8 @@ def _schedule_free_average(opt_state: OptState, params: Params) -> dict[str, Arr
         if strange := [path for path in z if path not in params]:
             raise ValueError(
                 "Cannot compute the average of a schedule-free optimizer whose arrays are not the "
-                f"parameters: {', '.join(strange[:5])}. Leave out what reshapes or renames them, "
-                "such as optax.flatten."
+                f"parameters: {', '.join(strange[:5])}. Remove transformations that reshape or "
+                "rename them, such as optax.flatten."
             )
         found |= _eval_params(fields["b1"], {path: params[path] for path in z}, z)
     return found

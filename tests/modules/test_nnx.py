@@ -403,7 +403,7 @@ def test_the_types_that_losses_names_are_terms_of_the_loss_and_belong_to_a_call(
         assert_equal(updates, {"losses": {"before": 1, "after": 3}})
         assert apply({}, jnp.ones(3), mutable=["Kl"])[1] == {}
         update_nnx(Variational(), {}, losses=losses)
-    with pytest.raises(ValueError, match="lack what the model holds at Kl/before"):
+    with pytest.raises(ValueError, match="variables lack Kl/before, which the model has"):
         update_nnx(Variational(), {})
     with pytest.raises(ValueError, match="losses contains Kll, .* only in Kl"):
         from_nnx(Variational(), losses="Kll").apply(
@@ -484,7 +484,7 @@ def test_a_function_in_the_place_of_the_call_may_take_rngs_too():
     ("variables", "message"),
     [
         (None, "needs variables by collection, such as model.state.variables, got NoneType"),
-        ({"layer": {}}, "lack what the model holds at params/layer/bias.*state.variables holds"),
+        ({"layer": {}}, "lack params/layer/bias.*which the model has.*state.variables holds"),
     ],
 )
 def test_variables_of_another_form_are_refused(variables, message):
