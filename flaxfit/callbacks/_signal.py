@@ -123,6 +123,7 @@ class SaveOnSignal:
     def _begin_deadline(self) -> None:
         # SimpleQueue.put is reentrant, so a signal handler may call it at any moment.
         self._arrived = queue.SimpleQueue()
+        # New objects for each run: the thread of an earlier run may still hold its own.
         self._ended, self._saved = threading.Event(), []
         arguments = (
             self._arrived,

@@ -34,6 +34,7 @@ def hold(folder: Path) -> FolderLock | None:
         return None
     if not is_main():
         return None
+    # By inode, as two paths (a link, say) may name one folder.
     status = os.stat(folder)
     identity = status.st_dev, status.st_ino
     if (lock := _held.get(identity)) is not None:

@@ -52,6 +52,7 @@ class MappedArray:
         """Counts the bytes read, and releases all pages above a limit."""
         self._read += n_bytes
         if self._read >= _KEEP and self._mapping is not None:
+            # Drops clean pages only from this process: the page cache keeps them for a next read.
             self._mapping.madvise(mmap.MADV_DONTNEED)
             self._read = 0
 

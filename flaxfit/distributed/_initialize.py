@@ -238,4 +238,5 @@ def _exit(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
+        # Not `sys.exit`: the main thread may be blocked in a collective that never returns.
         os._exit(code)

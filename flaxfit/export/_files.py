@@ -22,6 +22,7 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
     old = path.with_name(f".{path.name}.replaced-{os.getpid()}")
     try:
         yield temporary
+        # Sync before the rename: else a power cut could leave `path` with incomplete content.
         for file in temporary.rglob("*") if folder else [temporary]:
             _sync(file)
         if folder and path.exists():

@@ -49,6 +49,7 @@ def update_each(
     places = {place: path_of(place) for place, _ in jax.tree_util.tree_leaves_with_path(grads)}
     known = frozenset(places.values())
 
+    # An array belongs to the parameter whose path its own path contains; a count to none.
     def owner(place: jax.tree_util.KeyPath) -> str:
         return next((places[part] for part in sections(place) if part in places), "")
 

@@ -107,7 +107,7 @@ def of_torch(tensor: ArrayLike) -> np.ndarray:
     import torch
 
     tensor = tensor.detach().cpu()
-    if tensor.dtype == torch.bfloat16:
+    if tensor.dtype == torch.bfloat16:  # torch converts none to NumPy: reinterpret the bits.
         return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
     return tensor.numpy()
 

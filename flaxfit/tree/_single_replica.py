@@ -34,7 +34,7 @@ def single_replica_of_any_axis(function: Function) -> Function:
 
     def call(*arguments: PyTree, **options: PyTree) -> PyTree:
         bound, axes = functools.partial(function, **options), set()
-        while True:
+        while True:  # An error of JAX names one unbound axis: bind it and try again.
             try:
                 return bound(*arguments)
             except NameError as error:
