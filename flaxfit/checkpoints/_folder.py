@@ -143,7 +143,7 @@ def tidy(folder: Path) -> None:
     for entry in _entries(folder):
         if entry.is_dir() and not entry.is_symlink() and _LEFT_OVER.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
-    # Last first: if a step was replaced more than once, the newest copy is restored.
+    # Last first: of several copies of a step, the last one is restored.
     for entry in reversed(aside(folder, "replaced")):
         step = int(entry.name.split("-")[1])
         if step_path(folder, step).exists():
