@@ -273,7 +273,7 @@ def test_update_nnx_writes_all_variables_or_none_and_names_what_does_not_fit():
     wrong = {**other, "batch_stats": {"norm": {"mean": jnp.zeros(5), "var": jnp.ones(6)}}}
     with pytest.raises(ValueError, match=r"batch_stats/norm/mean is \(6,\) .* and \(5,\)"):
         update_nnx(net, wrong)
-    with pytest.raises(ValueError, match="variables lack batch_stats/norm/mean, batch_stats/norm/var"):
+    with pytest.raises(ValueError, match="lack batch_stats/norm/mean, batch_stats/norm/var"):
         update_nnx(net, {"params": other["params"]})
     assert_equal(from_nnx(net).init(None), variables)
     with pytest.raises(TypeError, match="instance of an NNX module"):
