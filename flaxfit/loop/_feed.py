@@ -178,7 +178,7 @@ class Feed:
         """Returns the padder of batches whose rows have the shapes of these."""
         if (form := _form_of(batch)) not in known:
             first = next(iter(known.values()))
-            if self._examine is None or not self._is_mixed and form[0] != next(iter(known))[0]:
+            if self._examine is None or form[0] != next(iter(known))[0]:
                 return first  # Refuses another structure.
             why_not = self._examine(batch)
             known[form] = first if why_not == first.why_not else make(why_not)

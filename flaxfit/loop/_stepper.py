@@ -283,7 +283,8 @@ class Stepper:
         data = feed.whole()
         batch = feed.begin(batch, data)
         why_not = self._inspect(batch, data, feed.may_pad)
-        feed.decide(why_not, lambda other: self._inspect(other, None, feed.may_pad))
+        examine = None if self.task.step else lambda x: self._inspect(x, None, feed.may_pad)
+        feed.decide(why_not, examine)
 
     def _inspect(self, batch: Batch, data: Batch | None, may_pad: bool) -> str:
         """Validates a batch; returns why padding, if it may be needed, is unsafe, or ""."""
