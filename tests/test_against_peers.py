@@ -1009,7 +1009,7 @@ def test_kendall_is_that_of_scipy():
     sums = metrics.kendall.measure(outputs, targets, weights=1 - IDLE.astype(np.float32))
     expected = scipy.stats.kendalltau(outputs[~IDLE], targets[~IDLE]).statistic
     assert metrics.kendall.compute(sums) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="'kendall' counts all examples alike"):
+    with pytest.raises(ValueError, match="'kendall' counts all examples equally"):
         metrics.kendall.compute(metrics.kendall.measure(outputs, targets, weights=SOME))
 
 

@@ -18,12 +18,12 @@ _WEIGHTS = ("params", "model_state")
 class AverageWeights:
     """Ends training with the mean of the weights of its checkpoints (epochs, in `fit`).
 
-    Stochastic weight averaging (Izmailov et al. 2018, arXiv:1803.05407): each checkpoint counts the
-    same. Training, metrics and checkpoints use the last weights; the mean replaces them when
-    training ends, for whatever reason. Running statistics, such as those of BatchNorm, are also
-    averaged, and `Model.update_statistics` recomputes them; other values stay the last ones. Means
-    are computed in float32 or better. A `CheckpointFileWriter` saves them, so a resumed run ends
-    with the same mean.
+    Stochastic weight averaging (Izmailov et al. 2018, arXiv:1803.05407), with equal weights of the
+    checkpoints. Training, metrics and checkpoints use the last weights; the mean replaces them when
+    training ends, for any reason. Running statistics, such as BatchNorm's, are also averaged, and
+    `Model.update_statistics` recomputes them; integers keep their last values. Means are computed
+    in float32 or better. A `CheckpointFileWriter` saves them, so a resumed run ends with the same
+    mean.
 
     >>> import numpy as np, optax
     >>> from flaxfit import TrainLoop, TrainTask
@@ -58,7 +58,7 @@ class AverageWeights:
         """Starts from scratch with a loop.
 
         Raises:
-          ValueError: its task keeps an average already, or another callback sets the last weights.
+          ValueError: the task already keeps an average, or EarlyStopping restores weights.
         """
         if has_average(loop.state):
             raise ValueError(
@@ -85,7 +85,7 @@ class AverageWeights:
         return checkpoint
 
     def close(self) -> None:
-        """Sets the mean, once for each time that training ends."""
+        """Replaces the loop's weights by the mean, once each time training ends."""
         loop, is_due, self._is_due = self._loop, self._is_due, False
         if loop is None or not is_due:
             return
@@ -109,11 +109,11 @@ class AverageWeights:
 
 @jax.jit
 def _moved(mean: PyTree, weights: PyTree, n: ArrayLike) -> PyTree:
-    """The mean of n weights, from that of the first n - 1 (any, for n = 1) and the last."""
+    """Returns `mean + (weights - mean) / n`, a running mean; with n = 1, the weights."""
 
     def move(mean: jax.Array, x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return mean + (x.astype(mean.dtype) - mean) / jnp.asarray(n, mean.real.dtype)
-        return jnp.copy(x)  # Of its own: the step may donate the buffer.
+        return jnp.copy(x)  # The step may donate the buffer of x.
 
     return jax.tree.map(move, mean, weights)

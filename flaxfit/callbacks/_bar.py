@@ -1,4 +1,4 @@
-"""Bars of tqdm that only we redraw, on a terminal or in the output of a notebook's cell."""
+"""tqdm bars that are redrawn only on request, on a terminal or in a notebook's cell."""
 
 import io
 from collections.abc import Callable, Mapping
@@ -12,20 +12,20 @@ _LONGEST_BAR = 40
 
 
 class Bar(tqdm):
-    """A bar that is redrawn on request only: no thread of tqdm does."""
+    """A bar without tqdm's monitor thread: it is redrawn only on request."""
 
     monitor_interval = 0
     _text = ""
 
     def __str__(self) -> str:
-        # tqdm redraws it below each line; formatting it takes longer than drawing it.
+        # tqdm redraws the bar below each line, and formatting is slower than drawing.
         if not self._text:
             self._text = super().__str__()
         return self._text
 
 
 class CellBar(Bar):
-    """A bar in the output of a notebook's cell, redrawn without widgets, that leaves no trace."""
+    """A bar in a notebook cell's output, drawn without widgets, that disappears at the end."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
@@ -38,7 +38,7 @@ class CellBar(Bar):
 
 
 def new_bar(stream: TextIO, total: int | None) -> Bar:
-    """Makes a bar for a terminal or for the cell of a notebook, which is not drawn yet."""
+    """Makes a bar for a terminal or a notebook cell, without drawing it."""
     blocks = "─╸━"
     kind = CellBar if display.is_cell(stream) else Bar
     return kind(
@@ -63,7 +63,7 @@ def draw(
 ) -> None:
     """Draws a bar: a label, the bar and a line of numbers.
 
-    The length of the bar depends on the terminal alone, so that it does not move with the numbers.
+    The length of the bar depends only on the terminal, so that it does not jump with the numbers.
     """
     columns = display.columns(stream)
     n_cells = min(columns // 4, _LONGEST_BAR)

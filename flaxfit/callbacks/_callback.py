@@ -78,7 +78,7 @@ class Loop(Protocol):
     """The part of `TrainLoop` that the callbacks of the library use."""
 
     on: Observers
-    """What it calls beside its callbacks."""
+    """The observers that it calls besides its callbacks."""
     fit_call: FitCall | None
     """The call of `fit` that drives it; None in your own loop."""
 
@@ -153,12 +153,12 @@ class Loop(Protocol):
 
 
 def attached(loop: Loop | None, owner: str, use: str) -> Loop:
-    """The loop of a callback; raises if it was not attached to one."""
+    """Returns the loop of a callback; raises if it was not attached to one."""
     if loop is None:
         raise ValueError(f"{owner} must be in the callbacks of a loop, which it {use}.")
     return loop
 
 
 def first_epoch(loop: Loop | None) -> int:
-    """The number of the first epoch of the `fit` that drives a loop, from 0; else 0."""
+    """Returns the index of the first epoch of the `fit` that drives a loop, else 0."""
     return 0 if loop is None or loop.fit_call is None else loop.fit_call.first_epoch

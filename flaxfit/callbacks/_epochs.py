@@ -1,4 +1,4 @@
-"""Epochs: the number of the present epoch, for callbacks that see all checkpoints or some."""
+"""Epochs: the index of the current epoch, also for callbacks that skip checkpoints."""
 
 from collections.abc import Callable, Mapping
 
@@ -22,11 +22,11 @@ class Epochs:
         self._on_begin: Callable[[int], object] | None = None
 
     def attach(self, loop: Loop, on_begin: Callable[[int], object] | None = None) -> None:
-        """Counts from the first epoch of a loop on.
+        """Starts to count from the first epoch of a loop.
 
         Args:
           loop: the loop.
-          on_begin: called with the number of each epoch before its first step.
+          on_begin: called with the index of each epoch before its first step.
         """
         self._loop, self._on_begin = loop, on_begin
         self._first, self._n_begun, self._begun_at = first_epoch(loop), 0, None
@@ -34,16 +34,16 @@ class Epochs:
 
     @property
     def is_of_fit(self) -> bool:
-        """Whether the loop has epochs; one of its own has checkpoints only."""
+        """Whether `fit` drives the loop, so that checkpoints are epochs."""
         return self._loop is not None and self._loop.fit_call is not None
 
     @property
     def number(self) -> int:
-        """The number of the current epoch, from 0 or from `initial_epoch`."""
+        """The index of the current epoch, from 0 or from `initial_epoch`."""
         return self._first + max(self._n_begun - 1, 0)
 
     def _begin(self, step: int) -> None:
-        if step == self._begun_at:  # The data had ended before a first step; another pass began.
+        if step == self._begun_at:  # A pass without a step: the data had ended.
             return
         self._n_begun, self._begun_at = self._n_begun + 1, step
         if self._on_begin is not None:

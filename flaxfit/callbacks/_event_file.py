@@ -1,4 +1,4 @@
-"""EventFile: the file of events of a folder of TensorBoard, to which a later run appends."""
+"""EventFile: TensorBoard's event file of a folder, to which later runs append."""
 
 import os
 import struct
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 Summary: TypeAlias = Any
-"""A message of tensorboardX: a scalar, a histogram, an image or a text by its name."""
+"""A message of tensorboardX: a named scalar, histogram, image or text."""
 
 
 class EventFile:
-    """Appends summaries to the newest file of events of a folder, or makes one.
+    """Appends summaries to the newest event file of a folder, or makes one.
 
-    A record is its length, a checksum of that, the data, and a checksum of these.
+    A record is: length, checksum of the length, data, checksum of the data.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,7 +27,7 @@ class EventFile:
         found = sorted(folder.glob("*.tfevents.*"), key=lambda path: path.stat().st_mtime)
         self.is_new = not found
         if found:
-            # A record that a killed process left unfinished would hide all that follow.
+            # A record that a killed process left incomplete would hide all later ones.
             os.truncate(found[-1], _end_of_records(found[-1], masked_crc32c))
         path = found[-1] if found else folder / f"events.out.tfevents.{int(time.time())}.flaxfit"
         self._file = path.open("ab")
@@ -35,7 +35,7 @@ class EventFile:
             self._write(file_version="brain.Event:2")
 
     def restart(self, step: int) -> None:
-        """Invalidates the records of this step and later ones."""
+        """Invalidates the records from this step on."""
         self._write(step=step, session_log=self._proto.SessionLog(status="START"))
 
     def add(self, step: int, summaries: Iterable[Summary]) -> None:
@@ -56,7 +56,7 @@ class EventFile:
 
 
 def _end_of_records(path: Path, checksum: Callable[[bytes], int]) -> int:
-    """The position after the last whole record of a file."""
+    """Returns the position after the last complete record of a file."""
     size, end = path.stat().st_size, 0
     with path.open("rb") as file:
         while len(head := file.read(12)) == 12:

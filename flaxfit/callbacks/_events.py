@@ -1,4 +1,4 @@
-"""Events: functions of the moments of Keras, `(epoch, logs)`, `(batch, logs)` or `(logs)`."""
+"""Events: functions at Keras's events, `(epoch, logs)`, `(batch, logs)` or `(logs)`."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -103,7 +103,7 @@ class Events:
         """Whether training has begun."""
         self._logs: dict[str, float] = {}
         self._first_step = 0
-        """The number of steps before the present epoch."""
+        """The number of steps before the current epoch."""
 
     def attach(self, loop: Loop) -> None:
         """Begins training."""
@@ -147,7 +147,7 @@ class Events:
             function(*arguments)
 
     def close(self) -> None:
-        """Ends training, once for each time that it began."""
+        """Calls `on_train_end`, once each time training ends."""
         is_open, self._is_open = self._is_open, False
         if is_open:
             self.notify("on_train_end", dict(self._logs))

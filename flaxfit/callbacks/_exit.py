@@ -1,4 +1,4 @@
-"""Exit codes of processes that callbacks end, and their end with the stacks of all threads."""
+"""Exit codes of processes that callbacks end, and an exit that prints all threads' stacks."""
 
 import enum
 import os
@@ -12,7 +12,7 @@ from flaxfit.distributed import PEER_FAILED
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of a process that a callback ended; others have their usual meaning.
+    """Exit codes of a process that a callback ended; other codes have their usual meaning.
 
     >>> ExitCode(85).name
     'PREEMPTED'
@@ -30,7 +30,7 @@ class ExitCode(enum.IntEnum):
 
 
 def end_with_stacks(code: ExitCode, reason: str) -> NoReturn:
-    """Ends the process at once, from any thread, after showing where each thread is."""
+    """Prints the stacks of all threads and ends the process at once, from any thread."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = [f"flaxfit: {reason}; the process ends with code {code:d} ({code.name})\n"]
     for ident, frame in sys._current_frames().items():

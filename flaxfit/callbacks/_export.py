@@ -80,7 +80,7 @@ class Export:
         """The step of the file."""
 
     def attach(self, loop: Loop) -> None:
-        """Uses the inputs of a loop, which must report the metric, and the model of `fit`."""
+        """Attaches to a loop, which must report the metric, and to the model of `fit`."""
         self._loop = loop
         if self._apply is None and loop.fit_call is not None:
             self._apply = loop.fit_call.eval_apply()

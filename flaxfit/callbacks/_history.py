@@ -11,11 +11,11 @@ from flaxfit.tree import Json
 
 
 class Best(NamedTuple):
-    """The best value of a metric, and where it was reached."""
+    """The best value of a metric, with its epoch and step."""
 
     value: float
     epoch: int
-    """The place in the history, from 1: the epoch for `fit`, else the number of the checkpoint."""
+    """The position in the history, from 1: the epoch for `fit`, else the checkpoint."""
     step: int
 
 
@@ -51,7 +51,7 @@ class History(Mapping[str, list[float]]):
     ) -> None:
         self.name, self.unit, self.facts, self.initial_epoch = name, unit, facts, initial_epoch
         self.first_step: int | None = None
-        """The step at which the call of `fit` began; None: it is the history of a loop."""
+        """The step at which `fit` was called; None: the history of a loop."""
         self.steps: list[int] = []
         """The step of each checkpoint."""
         self.n_steps = 0
@@ -97,12 +97,12 @@ class History(Mapping[str, list[float]]):
 
     @property
     def n_epochs(self) -> int:
-        """The number of epochs, those before the first entry included."""
+        """The number of epochs, including any before the first entry."""
         return self.initial_epoch + len(self.steps)
 
     @property
     def epoch(self) -> list[int]:
-        """The number of each epoch, from 0 as in Keras, or from `initial_epoch`."""
+        """The index of each epoch, from 0 as in Keras, or from `initial_epoch`."""
         return list(range(self.initial_epoch, self.n_epochs))
 
     @property
@@ -250,7 +250,7 @@ class History(Mapping[str, list[float]]):
         return f"{self.name}: {title}" if self.name else title
 
     def _charts(self) -> dict[str, list[str]]:
-        """The metrics of each chart, training and validation; the loss and pairs come first."""
+        """Groups the metrics by chart, training with validation; the loss and pairs come first."""
         charts: dict[str, list[str]] = {}
         for name in self:
             charts.setdefault(name.removeprefix("val_"), []).append(name)

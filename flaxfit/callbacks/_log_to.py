@@ -30,7 +30,7 @@ class Logger(Protocol):
         ...
 
     def close(self) -> object:
-        """Finishes what was begun; `log` may be called again when training continues."""
+        """Flushes and closes; `log` may be called again if training continues."""
         ...
 
 

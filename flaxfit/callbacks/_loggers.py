@@ -1,4 +1,4 @@
-"""CSVLogger and JSONLogger: the metrics of each checkpoint as a row of a file."""
+"""CSVLogger and JSONLogger: write the metrics of each checkpoint as a row of a file."""
 
 import contextlib
 import csv
@@ -19,7 +19,7 @@ from flaxfit.tree import Json, local_path
 
 
 class _RowLogger(ABC):
-    """Base of loggers that append a row of text for each checkpoint to a file."""
+    """Base class of loggers that append a row of text to a file at each checkpoint."""
 
     borrows = True
 
@@ -33,20 +33,20 @@ class _RowLogger(ABC):
         self._attempt = Attempt(type(self).__name__, OSError)
 
     def attach(self, loop: Loop) -> None:
-        """Begins a run, whose epochs it counts."""
+        """Begins a run, and counts its epochs."""
         self.close()
         self._is_begun = False
         self._epochs.attach(loop)
 
     @abstractmethod
     def _earlier(self, lines: list[str], row: Mapping[str, float]) -> str:
-        """The beginning of the file: its earlier lines without those from the step of `row` on."""
+        """Returns the earlier lines of the file, up to the step of `row`."""
 
     @abstractmethod
     def _line(self, row: Mapping[str, float]) -> str: ...
 
     def _has_room(self, row: Mapping[str, float]) -> bool:
-        """Whether the row can be appended without rewriting the earlier ones."""
+        """Returns whether the row can be appended without rewriting earlier rows."""
         return row["step"] > self._step
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -81,7 +81,7 @@ class _RowLogger(ABC):
             self._file.write(self._line(row))
             self._file.flush()
         except OSError:
-            # The next row reopens the file after its last whole line.
+            # The next row reopens the file after its last complete line.
             with contextlib.suppress(OSError):
                 self.close()
             raise
@@ -159,14 +159,13 @@ class CSVLogger(_RowLogger):
         return self._text([header, *rows])
 
     def _check_columns(self, columns: list[str], row: Mapping[str, float]) -> None:
-        """Refuses a file with other columns than those of this run."""
         added = [name for name in row if name not in columns]
         # Validation may be due at a later epoch.
         lost = [name for name in columns if name not in row and not name.startswith("val_")]
         if added or lost:
             raise ValueError(
-                f"CSVLogger cannot append to {self._path}, whose columns are not those of this "
-                f"run: it has {', '.join(columns)}; the run has {', '.join(row)}. Choose another "
+                f"CSVLogger cannot append to {self._path}, whose columns differ from this "
+                f"run's: it has {', '.join(columns)}; the run has {', '.join(row)}. Choose another "
                 "path, or append=False, which overwrites the file."
             )
 
@@ -218,7 +217,7 @@ class JSONLogger(_RowLogger):
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """The lines of a file that end with a line break; none if there is no file."""
+    """Returns the complete lines of a file, without one that a kill has cut off."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -226,7 +225,7 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file, which a kill leaves as it was or whole."""
+    """Replaces a file atomically: a kill leaves the old text or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.new")
     temporary.write_text(text, encoding="utf-8", newline="")

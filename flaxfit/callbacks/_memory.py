@@ -44,7 +44,7 @@ class MemoryReport:
 
 
 def resident_bytes() -> int:
-    """The resident memory of this process; its peak on systems that report no other."""
+    """Returns the resident memory of this process, or its peak on systems without /proc."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()

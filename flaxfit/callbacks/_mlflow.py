@@ -46,7 +46,6 @@ class MLflowLogger(TrackedRun):
         self._params = dict(params or {})
 
     def _begin(self) -> Run:
-        """A client whose run is running."""
         client = self._mlflow.MlflowClient(tracking_uri=self._uri)
         if self.run_id is not None:
             client.update_run(self.run_id, status="RUNNING")
@@ -72,5 +71,5 @@ class MLflowLogger(TrackedRun):
 
 
 def _respelled(name: str) -> str:
-    """The name in the characters that MLflow takes."""
+    """Replaces the characters of a name that MLflow rejects."""
     return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name)

@@ -23,7 +23,7 @@ class Norms:
         self.patterns = patterns
 
     def attach(self, loop: Loop) -> None:
-        """Adds the patterns to those of the loop.
+        """Adds the patterns to the loop's.
 
         Raises:
           ValueError: a pattern matches no parameter.

@@ -88,10 +88,10 @@ class ReduceLROnPlateau:
         return checkpoint
 
     def _lower(self, checkpoint: Checkpoint) -> bool:
-        """Lowers the rates that are above the lowest; returns whether there was one."""
+        """Lowers the rates above the minimum; returns whether any was."""
         loop = attached(self._loop, "ReduceLROnPlateau", "sets the rate of")
         before = rates_of(loop, self._group, "ReduceLROnPlateau")
-        lowest = float(np.float32(self._min_lr))  # Rates are read in this precision.
+        lowest = float(np.float32(self._min_lr))  # The rates are float32.
         new = {g: max(r * self._factor, self._min_lr) for g, r in before.items() if r > lowest}
         set_rates(loop, new)
         if self._verbose:

@@ -56,7 +56,7 @@ class Profiler:
     def _watch(self, step: int) -> None:
         loop = attached(self._loop, "Profiler", "traces")
         if self._is_tracing and step >= self._last:
-            loop.running_metrics()  # Waits until the devices have done the step.
+            loop.running_metrics()  # Dispatch is asynchronous: wait until the step has run.
             self.close()
         elif not self._is_tracing and self._first - loop.steps_per_call <= step < self._last:
             loop.running_metrics()

@@ -42,8 +42,8 @@ class ProgressBar:
         and the bar starts again after each.
       total: the number of units; None: the loop's `n_steps` for steps.
       start: the number of units done before (a resumed run).
-      monitor: the metric whose best values are marked "*"; None: the metric of an `EarlyStopping`
-        beside it, else the first validation metric, if there is one.
+      monitor: the metric whose best values are marked "*"; None: the metric of the loop's
+        `EarlyStopping`, else the first validation metric, if there is one.
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       live: whether to draw a bar; None: on a terminal or in a notebook.
       file: a text stream; None: standard error, in a notebook the cell's output.
@@ -79,7 +79,7 @@ class ProgressBar:
         self._bar_start = step
         self._monitor = self._chosen
         self._best: tuple[float, int] | None = None
-        """The best value so far, and the unit that reached it."""
+        """The best value so far, and its epoch, step or checkpoint."""
         self._last: Checkpoint | None = None
         self._table = display.Table(self._unit)
         self._not_finite_since: int | None = None
@@ -98,7 +98,7 @@ class ProgressBar:
         self._table = display.Table(self._unit, dict.fromkeys(itertools.chain(*added)))
         if self._given is not None:
             self._given.attach(loop, self)
-        # Stars are of the metric by which the weights to restore are chosen.
+        # Mark the best values of the metric that EarlyStopping restores weights by.
         of_stopping = (each._monitor for each in owners if isinstance(each, EarlyStopping))
         self._monitor = self._chosen = self._given or next(of_stopping, None)
         if self._live or (self._live is None and display.is_live(self._stream)):
@@ -116,8 +116,8 @@ class ProgressBar:
         return display.output() if self._file is None else self._file
 
     def _watch(self, step: int) -> None:
-        # Time runs from one step to the next: the first of a span comes after compilation,
-        # or after evaluation, and only starts the clock.
+        # Time runs from step to step: the first step of a span follows compilation or
+        # evaluation, and only starts the clock.
         now = self._clock()
         if self._previous is not None:
             self._n_timed += step - self._previous[0]
@@ -135,7 +135,7 @@ class ProgressBar:
         draw(self._bar, self._stream, label, n, total, speed=speed, metrics=metrics)
 
     def _span(self, step: int) -> tuple[str, int, int | None]:
-        """The label of the bar, the position of the step in it, and its length."""
+        """Returns the label of the bar, the position of the step in it, and its length."""
         if self._unit == "step" or self._loop is None:
             return "Step", step, self._n_units
         label = f"{self._unit.capitalize()} {display.place(self._n + 1, self._n_units)}"
@@ -148,7 +148,7 @@ class ProgressBar:
         now, metrics = self._clock(), checkpoint.scalars
         if self._began is None:
             self._began = now - checkpoint.elapsed_time - checkpoint.compile_time
-        # Without its arrays, which it borrows.
+        # Drop the borrowed arrays.
         self._last = checkpoint.replace(state=None, last_grads=None)
         self._previous = None
         self._n = checkpoint.step if self._unit == "step" else self._n + 1
@@ -156,7 +156,7 @@ class ProgressBar:
         is_finite = math.isfinite(metrics.get("loss", 0.0))
         self._not_finite_since = None if is_finite else self._not_finite_since or self._n
         is_best = self._is_best(checkpoint, metrics)
-        self._close_bar()  # The next step that is due draws another below the line.
+        self._close_bar()  # The next refresh draws a new bar below the line.
         stream, monitor = self._stream, self._monitor and self._monitor.name
         lines = self._table.rows(
             display.place(self._n, self._n_units),
@@ -187,14 +187,14 @@ class ProgressBar:
         return {"monitor": name, "best": self._best}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Restores what `get_state` returned, if it is of the same metric; after `attach`."""
+        """Restores the result of `get_state` if it is for the same metric; call after `attach`."""
         if state["best"] is None or (self._chosen and self._chosen.name != state["monitor"]):
             return
         self._monitor = self._chosen or Monitor(state["monitor"], self._mode, "ProgressBar")
         self._best = state["best"][0], state["best"][1]
 
     def recall(self, history: History) -> None:
-        """Continues after the earlier epochs of a run that is resumed, with their best value."""
+        """Continues after the epochs of a resumed run, with their best value."""
         self._n = self._start = history.n_epochs
         chosen = self._chosen
         monitor = chosen.name if chosen else default_monitor(history, history.modes)
@@ -211,7 +211,7 @@ class ProgressBar:
             self._bar = None
 
     def interrupt(self) -> None:
-        """Removes the bar; no line is written at the end, since an interrupt has its own."""
+        """Removes the bar, and writes no last line: the interrupt's message is the last."""
         self._close_bar()
         self._last = self._began = None
 
@@ -235,7 +235,7 @@ class ProgressBar:
         self._last = self._began = None
 
     def _endings(self) -> list[str]:
-        """Why training stopped, and what was restored, as the callbacks say."""
+        """Returns the callbacks' lines on why training stopped and what was restored."""
         callbacks = () if self._loop is None else self._loop.callbacks
         said = [line for each in callbacks for line in getattr(owner_of(each), "endings", ())]
         is_asked = self._last is not None and self._last.stop and self._not_finite_since is None

@@ -12,7 +12,7 @@ from flaxfit.callbacks._loggers import replace_text
 from flaxfit.tree import ArrayLike, PyTree, flat, whole_number
 
 Metadata: TypeAlias = str | os.PathLike[str] | Sequence[str]
-"""The name of a file in the folder of events, or a label for each row."""
+"""A file name in the event folder, or a label for each row."""
 
 
 class Projector:
@@ -26,7 +26,7 @@ class Projector:
 
     Args:
       every: n, to write at every n-th checkpoint; 0: never.
-      metadata: labels of all tables, or those of each by the path of its layer.
+      metadata: labels for all tables, or labels by path of the layer.
 
     Raises:
       ValueError: there are labels, and `every` is 0.
@@ -34,13 +34,13 @@ class Projector:
 
     def __init__(self, every: int, metadata: Metadata | Mapping[str, Metadata] | None):
         self.every = whole_number("embeddings_freq", every, least=0)
-        """The number of checkpoints from one that is written to the next; 0: none are."""
+        """The number of checkpoints between writes; 0: never write."""
         if metadata and not self.every:
             raise ValueError("embeddings_metadata needs embeddings_freq: its tables are written.")
         self._metadata = metadata or {}
 
     def tables(self, params: PyTree) -> dict[str, ArrayLike]:
-        """Returns the tables by the paths of their layers; that of a lone layer is "embedding"."""
+        """Returns the tables by path of the layer; a model that is one layer has "embedding"."""
         return {
             path.removesuffix("/embedding"): leaf
             for path, leaf in flat(params).items()
@@ -50,10 +50,10 @@ class Projector:
     def check(self, folder: Path, params: PyTree) -> None:
         """Checks that there are tables, and a label for each row.
 
-        A file of labels is read if it is in the folder of events already.
+        A label file is read if it already exists in the event folder.
 
         Raises:
-          ValueError: there are none, or labels that do not fit.
+          ValueError: there are no tables, or the labels do not fit.
         """
         tables = self.tables(params)
         if not tables:
@@ -70,7 +70,7 @@ class Projector:
             self._check_labels(folder, name, np.shape(table)[0])
 
     def write(self, folder: Path, tables: Mapping[str, np.ndarray]) -> None:
-        """Writes tables into a folder of events, in place of earlier ones."""
+        """Writes tables to an event folder, replacing earlier ones."""
         config = ""
         for name, table in tables.items():
             self._check_labels(folder, name, len(table))
@@ -108,9 +108,9 @@ class Projector:
 
 
 def _n_labels(path: Path) -> int:
-    """The number of labels in a file, as TensorBoard reads it.
+    """Counts the labels in a file as TensorBoard does.
 
-    It skips blank lines, and takes the first line for names of columns if it has a tab.
+    Blank lines do not count, and a first line with a tab is a header.
     """
     with path.open("rb") as file:
         lines = (line for line in file if line.strip())

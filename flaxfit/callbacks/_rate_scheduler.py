@@ -36,7 +36,7 @@ class LearningRateScheduler:
       schedule: the function; called once before the first step, and once before the first step
         after each checkpoint, also in a resumed or continued run.
       verbose: 1 prints each rate that is set.
-      unit: "epoch" or "step", what it counts, if the argument's name does not tell.
+      unit: "epoch" or "step", the unit that it counts; needed if the argument's name is neither.
       per_step: whether to call a function of the step before every step, one step per dispatch.
       group: the group of a `MultiOptimizer` to set it for; None: all of them.
 
@@ -72,7 +72,7 @@ class LearningRateScheduler:
         """Whether to call the schedule before the next step."""
         self._n_set = self._n_seen = 0
         self._undo: tuple[tuple[int, ...], dict[str | None, float]] | None = None
-        """The revision of the loop after the rates were set, and the rates before."""
+        """The loop's revision after the rates were set, and the previous rates."""
 
     def attach(self, loop: Loop) -> None:
         """Resets it for a loop, and checks that the rates can be set."""
@@ -94,7 +94,7 @@ class LearningRateScheduler:
         return checkpoint
 
     def close(self) -> None:
-        """Undoes a change of the rates after which no step was taken."""
+        """Undoes a change of the rates that no step has used."""
         loop = self._loop
         if loop is not None and self._undo is not None and self._undo[0] == loop.revision:
             set_rates(loop, self._undo[1])
@@ -112,7 +112,7 @@ class LearningRateScheduler:
 
     def _start(self, step: int) -> None:
         loop = attached(self._loop, "LearningRateScheduler", _USE)
-        # A state that was restored since has the rate that it was saved with.
+        # A restored state brings the rate that it was saved with: set it again.
         if not (self._is_due or self._per_step) and self._n_set == loop.revision[1]:
             return
         n = step if self.unit == "step" else first_epoch(loop) + self._n_seen
@@ -139,7 +139,7 @@ class LearningRateScheduler:
 
 
 def _read(schedule: Callable[..., float], unit: str | None) -> tuple[str, bool]:
-    """The unit that a schedule counts, and whether it takes the present rate."""
+    """Returns the unit that a schedule counts, and whether it takes the current rate."""
     if unit not in (None, *_UNITS):
         raise ValueError(f"unit must be 'epoch', 'step' or None, got {unit!r}.")
     names, takes_rate = _arguments(schedule)
@@ -153,10 +153,10 @@ def _read(schedule: Callable[..., float], unit: str | None) -> tuple[str, bool]:
 
 
 def _arguments(schedule: Any) -> tuple[list[str], bool]:
-    """The names of the arguments of a schedule, and whether it takes two."""
+    """Returns the argument names of a schedule, and whether it takes two."""
     try:
         signature = inspect.signature(schedule)
-    except (TypeError, ValueError):  # No function, or one written in C, without a signature.
+    except (TypeError, ValueError):  # Not a function, or a C function without a signature.
         if not callable(schedule):
             raise TypeError(_advice(repr(schedule)[:60])) from None
         return ["*"], True

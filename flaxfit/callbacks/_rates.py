@@ -1,4 +1,4 @@
-"""The learning rates of a loop, as the callbacks that set them read and write them."""
+"""Reads and sets the learning rates of a loop, for callbacks."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from flaxfit.optim._hyperparams import group_name, in_group, learning_rates, sch
 
 
 def take_rates(loop: Loop, group: str | int | None, owner: str) -> None:
-    """Checks that a callback can set the rates, which from now on can be set without compiling.
+    """Checks that a callback can set the rates, and makes later changes need no compilation.
 
     Raises:
       ValueError: the optimizer has a schedule, or a rate that cannot be determined.
@@ -24,7 +24,7 @@ def take_rates(loop: Loop, group: str | int | None, owner: str) -> None:
 
 
 def rates_of(loop: Loop, group: str | int | None, owner: str) -> dict[str | None, float]:
-    """The learning rates of a loop by group; under None that of an optimizer without groups."""
+    """Returns the learning rates of a loop by group; the key is None without groups."""
     known = loop.hyperparams
     found = learning_rates(known) if group is None else in_group(known, _group(loop, group))
     if not found:
@@ -44,5 +44,5 @@ def set_rates(loop: Loop, rates: Mapping[str | None, float]) -> None:
 
 
 def _group(loop: Loop, group: str | int) -> str:
-    """The name of a group of the optimizer, given by name or position."""
+    """Returns the name of an optimizer's group, given by name or position."""
     return group_name(loop.state_in_place.opt_state, group)

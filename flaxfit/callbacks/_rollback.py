@@ -21,11 +21,11 @@ _FIELDS = ("step", "params", "opt_state", "model_state")
 class Rollback:
     """Restores the last good state when a metric or the parameters are no longer finite.
 
-    Parameters, optimizer state and model state become those of the last good checkpoint, or of the
-    start. The step and the data position do not change: the data that caused it is skipped, and no
-    random key is used twice. Hyperparameters that were set, such as a lowered learning rate, stay.
-    `metrics["rollbacks"]` counts rollbacks, so the history shows each one beside the value that was
-    not finite.
+    It restores parameters, optimizer state and model state of the last good checkpoint, or of the
+    start. The step and the data position do not change: the data that caused the failure is
+    skipped, and no random key is used twice. Hyperparameters that were set, such as a lowered
+    learning rate, stay. `metrics["rollbacks"]` counts rollbacks, so the history shows each rollback
+    together with the value that was not finite.
 
     The good state is kept in the memory of the host, a copy for every checkpoint. A
     `CheckpointFileWriter` also saves it, unless it is the current state.
@@ -58,10 +58,10 @@ class Rollback:
         self._loop: Loop | None = None
         self._good: TrainState | None = None
         self.n_rollbacks = 0
-        """How often it has rolled back."""
+        """The number of rollbacks."""
 
     def attach(self, loop: Loop) -> None:
-        """Resets it for a loop, whose present state is good if it is finite."""
+        """Attaches to a loop; its current state is good if it is finite."""
         self._loop = loop
         self._monitor.attach(loop, self)
         state = _to_host(loop.state)
@@ -69,7 +69,7 @@ class Rollback:
         self.n_rollbacks = 0
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Replaces a state that is not good by the last good one, also in the loop."""
+        """Replaces a state that is not finite by the last good one, also in the loop."""
         value = self._monitor.read(checkpoint)
         state = _to_host(checkpoint.state)
         if (value is None or math.isfinite(value)) and _is_finite(state):
@@ -79,7 +79,6 @@ class Rollback:
         return checkpoint.with_metrics({"rollbacks": self.n_rollbacks})
 
     def _go_back(self, step: int, value: float | None) -> TrainState:
-        """Restores the last good state in the loop, or raises."""
         if self._loop is None:
             raise ValueError("Rollback has no loop to restore a state in: pass it in callbacks=.")
         what = f"the parameters or the model's state are not finite at step {step:,}"
@@ -100,13 +99,13 @@ class Rollback:
             f"{what}: continuing with the state of step {int(self._good.step):,} "
             f"(rollback {self.n_rollbacks} of {self._n_times})"
         )
-        # What callbacks have set, such as a lowered learning rate, they do not set again.
+        # Keep hyperparameters that callbacks have lowered: they would not set them again.
         opt_state = with_hyperparams_of(self._good.opt_state, _to_host(self._loop.state).opt_state)
         self._loop.restore(self._good.replace(step=jnp.int32(step), opt_state=opt_state))
         return self._loop.state
 
     def get_state(self) -> dict[str, PyTree]:
-        """Returns what a resumed run needs: JSON, and the good state if it is not the present."""
+        """Returns the count, and the good state unless it is the current one."""
         state: dict[str, PyTree] = {"n_rollbacks": self.n_rollbacks}
         if self._good is None or self._loop is None or int(self._good.step) == self._loop.step:
             return state
@@ -120,7 +119,7 @@ class Rollback:
 
 
 def _to_host(state: TrainState) -> TrainState:
-    """A copy of the state in NumPy; random keys, which NumPy lacks, stay arrays of JAX."""
+    """Copies the state to NumPy; random keys stay JAX arrays, as NumPy has none."""
 
     def copied(x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -11,7 +11,7 @@ from flaxfit.state import Checkpoint
 
 
 class Scheduled:
-    """A callback that passes some checkpoints on to another one; see `every`, `at` and `when`."""
+    """Passes some checkpoints on to a callback; see `every`, `at` and `when`."""
 
     def __init__(
         self, owner: str, is_due: Callable[[Checkpoint], object], callback: Callback
@@ -20,20 +20,20 @@ class Scheduled:
             raise TypeError(f"{owner} needs a callable of a checkpoint, got {callback!r}.")
         self._is_due = is_due
         self._callback = callback
-        # As for a wrapped function: the state of the callback is saved by its own name.
+        # Like `functools.wraps`: `owner_of` unwraps it, and saves the state by the callback's name.
         self.__wrapped__ = callback
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns what the callback makes of the checkpoint, or the checkpoint itself."""
+        """Returns the callback's result if it is due, else the checkpoint."""
         if not self._is_due(checkpoint):
             return checkpoint
         changed = self._callback(checkpoint)
         return checkpoint if changed is None else changed
 
     def __getattr__(self, name: str) -> Any:
-        """The other attributes of the callback (attach, close, get_state, ...).
+        """Returns the other attributes of the callback (attach, close, get_state, ...).
 
-        Private names are not passed on: they would recurse in a copy.
+        Private names are not passed on: a copy looks them up before `_callback` exists.
         """
         if name.startswith("_"):
             raise AttributeError(name)
@@ -96,7 +96,7 @@ def at(*steps: int) -> Callable[[Callback], Callback]:
 
 
 def when(predicate: Callable[[Checkpoint], object]) -> Callable[[Callback], Callback]:
-    """Makes a decorator: its callback runs only at the checkpoints that the predicate is true of.
+    """Makes a decorator: its callback runs only at checkpoints for which the predicate is true.
 
     >>> steps = []
     >>> callback = when(lambda c: c.loss < 0.3)(lambda c: steps.append(c.step))
@@ -111,12 +111,12 @@ def when(predicate: Callable[[Checkpoint], object]) -> Callable[[Callback], Call
 
 
 def _n_before(checkpoint: Checkpoint) -> int:
-    """The step of the checkpoint before this one."""
+    """Returns the step of the previous checkpoint."""
     return checkpoint.step - max(1, checkpoint.n_completed_steps)
 
 
 def _have_passed(seconds: float, clock: Callable[[], float]) -> Callable[[Checkpoint], bool]:
-    """Whether some seconds have passed since it last returned True; it does at first."""
+    """Makes a predicate that is true at first, and then once every `seconds`."""
     last: float | None = None
 
     def is_due() -> bool:
@@ -127,5 +127,5 @@ def _have_passed(seconds: float, clock: Callable[[], float]) -> Callable[[Checkp
         last = now
         return True
 
-    # The clocks of several processes differ, and the callback may need all of them.
+    # Process 0 decides: clocks differ, and the callback may need all processes (collectives).
     return lambda checkpoint: from_main("whether something is due", is_due)

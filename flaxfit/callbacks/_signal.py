@@ -40,7 +40,7 @@ class SaveOnSignal:
     >>> callbacks = [SaveOnSignal(), CheckpointFileWriter(tempfile.mkdtemp())]
 
     Args:
-      writer: a `CheckpointFileWriter`; None: those among the callbacks of the loop.
+      writer: a `CheckpointFileWriter`; None: every writer among the loop's callbacks.
       signals: the signals to listen to.
       grace_seconds: how long after the signal the process may live; it then ends with
         `ExitCode.UNSAVED` (`PREEMPTED`, if every completed step is on disk) and shows where every
@@ -52,7 +52,7 @@ class SaveOnSignal:
 
     borrows = True
     order = "last"
-    """It saves before the other callbacks are closed, which may change the state."""
+    """It closes before the others, which may change the state when they close."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class SaveOnSignal:
         self._saved: list[int] = []
 
     def attach(self, loop: Loop) -> None:
-        """Starts to listen for signals, which are acted on after each dispatch."""
-        self._stop_listening()  # Else a second loop would find its own handler as the earlier one.
+        """Starts to listen for signals, and to act on them after each dispatch."""
+        self._stop_listening()  # Else a second loop would save its own handler as the earlier one.
         self._loop = weakref.ref(loop)
         if not self._writers(loop):
             raise ValueError(
@@ -109,7 +109,7 @@ class SaveOnSignal:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no loop to save: none, a dead one, or one that another thread closed."""
+        """Whether there is nothing to save: no loop, or another thread closed it."""
         return self._loop() is None or (self._ended.is_set() and bool(self._previous))
 
     def _listen(self) -> None:
@@ -121,14 +121,15 @@ class SaveOnSignal:
             self._previous[number] = signal.signal(number, self._on_signal)
 
     def _begin_deadline(self) -> None:
-        # A signal handler may use this queue at any moment: it takes no lock.
+        # SimpleQueue.put is reentrant, so a signal handler may call it at any moment.
         self._arrived = queue.SimpleQueue()
+        # New objects for each run: the thread of an earlier run may still hold its own.
         self._ended, self._saved = threading.Event(), []
         arguments = (
             self._arrived,
             self._grace_seconds,
-            weakref.WeakMethod(self._why_nothing_is_lost),
-            self._saved,  # The program may outlive this object and its loop.
+            weakref.WeakMethod(self._why_nothing_is_lost),  # Do not keep loop and state alive.
+            self._saved,  # The thread may outlive this object and its loop.
         )
         threading.Thread(
             target=_limit, args=arguments, daemon=True, name="flaxfit-deadline"
@@ -148,7 +149,7 @@ class SaveOnSignal:
             self._save_and_end(loop)
 
     def _have_agreed(self) -> bool:
-        """Whether the processes of a run have agreed to end here."""
+        """Returns whether all processes have agreed to end at this step."""
         if jax.process_count() == 1:
             return False
         from jax.experimental import multihost_utils
@@ -159,7 +160,7 @@ class SaveOnSignal:
     def _save_and_end(self, loop: Loop) -> None:
         step = self._save(loop)
         if step is None:
-            return  # After the next step.
+            return  # Try again after the next step.
         if not self._saved:
             what = f"step {step:,} could not be saved, earlier checkpoints are good"
             self._end(ExitCode.UNSAVED, what)
@@ -171,9 +172,9 @@ class SaveOnSignal:
         raise SystemExit(code)
 
     def _save(self, loop: Loop) -> int | None:
-        """Saves, and waits until it is on disk; returns the step, or None if that is impossible.
+        """Saves and waits for the disk; returns the step, or None if the loop has no snapshot.
 
-        Failures are printed: an earlier save that failed must not prevent this one.
+        Failures are printed, so that an earlier failed save does not prevent this one.
         """
         checkpoint = loop.snapshot()
         if checkpoint is None:
@@ -191,9 +192,9 @@ class SaveOnSignal:
         return checkpoint.step
 
     def _why_nothing_is_lost(self) -> str | None:
-        """The reason why all completed steps are on disk; None if some are not."""
+        """Returns why no completed step would be lost now, or None if some would be."""
         loop = self._loop()
-        # After the save `restore` may have changed the revision: of the best weights, for one.
+        # By step, not revision: after the save, another callback may have restored best weights.
         if self._saved and (loop is None or loop.step == self._saved[0]):
             return _in_words(self._saved)
         if loop is None:
@@ -201,7 +202,7 @@ class SaveOnSignal:
         is_where_it_began = loop.step == (0 if loop.start is None else loop.start.step)
         if is_where_it_began and loop.revision[:2] == self._began[:2]:
             return f"no step was completed since step {loop.step:,}, where it began"
-        # The step alone is not enough: after `restore` it may number other steps.
+        # By revision, not step: after `restore` the same number may mean another state.
         saved = {getattr(writer, "saved_revision", None) for writer in self._writers(loop)}
         return f"step {loop.step:,} is saved" if saved == {loop.revision} else None
 
@@ -229,10 +230,10 @@ class SaveOnSignal:
             self._stop_listening()
 
     def _stop_listening(self) -> None:
-        # No other thread can: then the next signal restores its handler, and is raised again.
+        # Only the main thread may. Else the next signal restores the handlers, and is raised again.
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._previous.items():
-                # Unless another handler was installed since.
+                # Keep a handler that was installed later.
                 if signal.getsignal(number) == self._on_signal:
                     signal.signal(number, handler)
             self._previous = {}
@@ -255,7 +256,7 @@ def _limit(
     why_nothing_is_lost: Callable[[], Callable[[], str | None] | None],
     saved: Sequence[int],
 ) -> None:
-    """Ends the process some time after a signal has arrived, even if the step was `saved` then."""
+    """Ends the process some seconds after a signal, even if it has saved by then."""
     name = arrived.get()
     if name is None or seconds is None:
         return

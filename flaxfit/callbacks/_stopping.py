@@ -16,7 +16,7 @@ from flaxfit.state import Checkpoint
 from flaxfit.tree import Json, PyTree, whole_number
 
 _WEIGHTS = ("params", "model_state", "opt_state")
-"""The last holds an average of the parameters, and is kept if it does."""
+"""The last field is kept only if it holds an average of the parameters."""
 _FINITE = ("loss", "grad_norm")
 
 
@@ -100,15 +100,15 @@ class EarlyStopping:
         self.best_step: int | None = None
         """The step that reached it."""
         self.has_stopped = False
-        """Whether it has ended training, because the metric no longer improved."""
+        """Whether it has stopped training."""
         self.endings: list[str] = []
-        """Why it has ended training, and what it restored, in words."""
+        """Messages: why it stopped training, and what it restored."""
         self._n_waited = self._n_seen = self._best_seen = 0
         self._best_weights: dict[str, PyTree] = {}
         self._is_closed = True
 
     def attach(self, loop: Loop) -> None:
-        """Resets it for a loop, which must report the metric."""
+        """Attaches to a loop, which must report the metric."""
         self._reset()
         self._loop = loop
         self._monitor.attach(loop, self)
@@ -129,6 +129,7 @@ class EarlyStopping:
             if self.restore_best and checkpoint.state is not None:
                 names = _WEIGHTS if has_average(checkpoint.state) else _WEIGHTS[:2]
                 weights = {name: getattr(checkpoint.state, name) for name in names}
+                # The next step donates borrowed arrays; an owned checkpoint can be kept as it is.
                 is_borrowed = checkpoint.is_borrowed
                 self._best_weights = jax.tree.map(jnp.copy, weights) if is_borrowed else weights
             return checkpoint
@@ -158,12 +159,12 @@ class EarlyStopping:
 
     @property
     def best_epoch(self) -> int | None:
-        """The number of the best epoch, from 0 (in a `TrainLoop`, of the best checkpoint)."""
+        """The index of the best epoch, from 0 (in a `TrainLoop`, of the best checkpoint)."""
         return first_epoch(self._loop) + self._best_seen - 1 if self._best_seen else None
 
     @property
     def stopped_epoch(self) -> int:
-        """The number of the epoch, from 0, after which it has ended training; 0 if it has not."""
+        """The index of the epoch after which it stopped training, from 0; 0 if it has not."""
         return first_epoch(self._loop) + self._n_seen - 1 if self.has_stopped else 0
 
     @property
@@ -174,7 +175,7 @@ class EarlyStopping:
         return self._monitor.is_better(value, best, self._min_delta)
 
     def close(self) -> None:
-        """Restores the best weights, once for each time that training ends."""
+        """Restores the best weights, once each time training ends."""
         loop, is_closed, self._is_closed = self._loop, self._is_closed, True
         if is_closed or loop is None or not self.restore_best:
             return

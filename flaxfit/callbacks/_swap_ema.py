@@ -35,7 +35,7 @@ class SwapEMA:
         self._is_due = False
 
     def attach(self, loop: Loop) -> None:
-        """Checks that the loop keeps an average, and is not of `fit`, which uses it already."""
+        """Checks that the loop keeps an average, and that no `fit` drives it, as it uses that."""
         if loop.fit_call is not None:
             raise ValueError(
                 "SwapEMA is for loops: Model(ema=...) already evaluates, predicts and exports with "
@@ -56,7 +56,7 @@ class SwapEMA:
         self._is_due = state["is_due"]
 
     def close(self) -> None:
-        """Swaps, once for each time that training ends."""
+        """Swaps, once each time training ends."""
         if self._is_due and self._loop is not None:
             self._is_due = False
             self._loop.restore(swap_ema(self._loop.state))

@@ -47,7 +47,7 @@ class TensorBoardLogger:
       write_images: whether to also write parameters of one or two axes as images, whenever
         histograms are written: black is the lowest value, white the highest.
       embeddings_freq: n, to write the tables of `Embed` layers, for the projector, at every n-th
-        checkpoint in place of earlier ones; 0: never.
+        checkpoint, replacing earlier tables; 0: never.
       embeddings_metadata: a label for each row of these tables, or the name of a file of them in
         the folder of events (`folder/train` with `split`), which may begin with a line of names of
         columns; a mapping gives them by the path of the layer.
@@ -100,12 +100,12 @@ class TensorBoardLogger:
         is_epoch = update_freq == "epoch"
         self._update_freq = 0 if is_epoch else whole_number("update_freq", n, other="epoch")
         self._main = "train" if split else ""
-        """The folder, in that of the run, of all but the metrics of validation."""
+        """The subfolder of everything except validation metrics."""
         self._hparams = dict(hparams or {})
         self._attempt = Attempt("TensorBoardLogger")
         self._files: dict[str, EventFile] = {}
         self._is_first = True
-        """Whether no checkpoint was written since the files were closed."""
+        """Whether no checkpoint has been written since the files were closed."""
         self._updated_at = 0
         self._step = 0
 
@@ -114,7 +114,7 @@ class TensorBoardLogger:
         return checkpoint
 
     def attach(self, loop: Loop) -> None:
-        """Checks the embeddings, and watches the steps of a loop, if asked to."""
+        """Checks the embeddings, and watches steps if `update_freq` is not "epoch"."""
         if self._projector.every:
             self._projector.check(self._folder / self._main, loop.state.params)
         if self._update_freq:
@@ -214,7 +214,7 @@ class TensorBoardLogger:
         return made
 
     def _begin(self, step: int, *, is_tested: bool = False) -> None:
-        """Opens files, and declares void what they hold from a step on that is taken again."""
+        """Opens files, and invalidates their records from a step on that is repeated."""
         names = [self._main]
         if is_tested or (self._main and (self._folder / _VALIDATION).exists()):
             names.append(_VALIDATION)
@@ -226,7 +226,7 @@ class TensorBoardLogger:
         self._step = min(self._step, step - 1)
 
     def _divided(self, scalars: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """The metrics of training, and those of validation, if these have a folder of their own."""
+        """Splits scalars into training and validation metrics, if these have their own folder."""
         tested = [name for name in scalars if self._main and name.startswith("val_")]
         train = {name: value for name, value in scalars.items() if name not in tested}
         return train, {name.removeprefix("val_"): scalars[name] for name in tested}
@@ -241,7 +241,7 @@ class TensorBoardLogger:
 
 
 def _arrays(tree: PyTree) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of a tree that are here, by their paths: other processes may hold parts."""
+    """Yields the arrays of a tree by path, without arrays that other processes hold parts of."""
     for path, leaf in flat(tree).items():
         if getattr(leaf, "is_fully_addressable", True):
             yield path, np.asarray(jnp.asarray(leaf, jnp.float32))
@@ -255,7 +255,7 @@ _OF_KERAS = {
 
 
 def _refuse(options: Mapping[str, object]) -> None:
-    """Refuses options of Keras that are set, with what to do, and all that are unknown."""
+    """Rejects unknown options, and Keras options with a hint what to use instead."""
     for name, value in options.items():
         if name not in _OF_KERAS:
             raise TypeError(f"TensorBoardLogger has no option {name}.")

@@ -1,4 +1,4 @@
-"""Throughput: how fast training goes, and how much of the devices it uses."""
+"""Throughput: the speed of training, and its utilization of the devices."""
 
 import math
 import re
@@ -42,7 +42,7 @@ PEAK_FLOPS = {
     "Tesla T4": 65e12,
     "AMD Instinct MI300X": 1307e12,
 }
-"""Makers' figures for dense products of 16-bit numbers, by the first words of a device's kind."""
+"""Vendors' dense 16-bit peaks, by prefix of the device kind."""
 
 
 class Throughput:
@@ -85,7 +85,7 @@ class Throughput:
         self._peak = peak_flops
         self._loop: Loop | None = None
         self._flops: float | None = None
-        """The operations for an example."""
+        """The operations per example."""
         self._utilisation = "mfu"
 
     def attach(self, loop: Loop) -> None:
@@ -116,20 +116,20 @@ class Throughput:
 
 
 def _n_devices(devices: Sequence[Device]) -> int:
-    """The devices of all processes: a strategy lists all of them, or the local ones."""
+    """Counts the devices of all processes: a strategy lists all devices, or the local ones."""
     is_local = {device.process_index for device in devices} == {jax.process_index()}
     return len(devices) * (jax.process_count() if is_local else 1)
 
 
 def _length(inputs: PyTree) -> int | None:
-    """The length of the sequences of integers that are the first input, if they are."""
+    """Returns the sequence length if the first input is integer tokens `(batch, length)`."""
     first = next(iter(jax.tree.leaves(inputs)), None)
     is_tokens = first is not None and first.ndim == 2 and np.issubdtype(first.dtype, np.integer)
     return first.shape[1] if first is not None and is_tokens else None
 
 
 def _peak_flops(kind: str) -> float | None:
-    """The peak of the longest name that the kind starts with; None for a part of a GPU."""
+    """Returns the peak by the longest matching prefix; None for a MIG slice of a GPU."""
     if " MIG " in kind:
         return None
     names = [name for name in PEAK_FLOPS if re.match(rf"{re.escape(name)}(?![0-9A-Za-z])", kind)]
@@ -137,10 +137,10 @@ def _peak_flops(kind: str) -> float | None:
 
 
 def _flops_per_example(loop: Loop) -> tuple[float, str]:
-    """The operations of a step for each example, and the name of the share of the peak."""
+    """Returns the operations of a step per example, and "mfu", or "hfu" if some are repeated."""
     sizes = {x.shape[0] if x.shape else 0 for x in jax.tree.leaves(loop.input_shapes)}
     if len(sizes) > 1 or not all(sizes):
-        return math.nan, "mfu"  # Graphs have no cost by example.
+        return math.nan, "mfu"  # Graphs have no per-example cost.
     (n,) = sizes
     cost = loop.step_cost(n)
     return cost.flops / n, "hfu" if cost.recomputes else "mfu"

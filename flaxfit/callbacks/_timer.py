@@ -47,7 +47,7 @@ class Timer:
     def _reset(self, step: int) -> None:
         self._began, self._first_step = self._clock(), step
         self._used = {"seconds": 0.0, "n_steps": 0}
-        """The part of the budget that earlier parts of the run have used."""
+        """The budget used before a resume."""
 
     def attach(self, loop: Loop) -> None:
         """Starts to count."""
@@ -63,7 +63,7 @@ class Timer:
 
     @property
     def endings(self) -> list[str]:
-        """Why it has ended training, in words."""
+        """Messages: why it stopped training."""
         if self._loop is None or not self._is_over(self._loop.step):
             return []
         seconds, n_steps = self._budget["seconds"], self._budget["n_steps"]

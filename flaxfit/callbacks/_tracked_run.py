@@ -1,4 +1,4 @@
-"""TrackedRun: a run of a tracking service, from its first metrics to the end of training."""
+"""TrackedRun: a tracking service's run, from its first metrics to the end of training."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from flaxfit.state import Checkpoint
 from flaxfit.tree import Json
 
 Run: TypeAlias = Any
-"""A run, or a client, of the library of a service."""
+"""A run or a client of the service's library."""
 
 
 class TrackedRun(ABC):
-    """Base of the loggers of tracking services: opens a run, sends metrics, and ends it."""
+    """Base class of loggers to tracking services: opens a run, sends metrics, and ends it."""
 
     borrows = True
 
@@ -22,11 +22,11 @@ class TrackedRun(ABC):
         self._may_begin = True
         self._run: Run = None
         self.run_id = run_id
-        """The id by which the service knows the run."""
+        """The service's id of the run."""
 
     @abstractmethod
     def _begin(self) -> Run:
-        """Opens the run, or the one whose id is known already."""
+        """Opens a new run, or the run of a known id."""
 
     @abstractmethod
     def _send(self, run: Run, step: int, values: Mapping[str, float], /) -> None: ...
@@ -41,7 +41,7 @@ class TrackedRun(ABC):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Logs numbers of a step."""
         if self._run is None and self._may_begin:
-            # Not tried again at each checkpoint, as it may wait for an answer for minutes.
+            # Try only once: an unreachable service may take minutes to fail.
             self._may_begin = False
             self._run = self._begin()
         if self._run is not None:

@@ -41,7 +41,7 @@ class Unfreeze:
         self._n_seen = 0
 
     def attach(self, loop: Loop) -> None:
-        """Starts to count, and checks that every pattern matches, and that something is frozen."""
+        """Starts to count; checks that every pattern matches, and that a parameter is frozen."""
         self._loop, self._n_seen = loop, 0
         paths = list(flat(loop.state.params))
         frozen = _frozen(loop)
@@ -54,7 +54,7 @@ class Unfreeze:
                 )
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Unfreezes the parameters that are due at this checkpoint, and returns it unchanged."""
+        """Unfreezes the parameters due at this checkpoint; returns it unchanged."""
         loop = attached(self._loop, "Unfreeze", "changes")
         self._n_seen += 1
         if self._n_seen in self._schedule:
@@ -66,7 +66,7 @@ class Unfreeze:
         return {"n_seen": self._n_seen}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Restores the count, and unfreezes what was trained by then; call it after `attach`."""
+        """Restores the count, and unfreezes the parameters due by then; call it after `attach`."""
         self._n_seen = state["n_seen"]
         due = [p for n, patterns in self._schedule.items() if n <= self._n_seen for p in patterns]
         if due and self._loop is not None:
@@ -74,7 +74,7 @@ class Unfreeze:
 
 
 def _unfreeze(loop: Loop, patterns: Iterable[str]) -> int:
-    """Trains the frozen parameters that match, and returns how many arrays they are."""
+    """Unfreezes the parameters that match; returns the number of their arrays."""
     frozen = _frozen(loop)
     rest = [path for path in frozen if not any(re.fullmatch(p, path) for p in patterns)]
     if rest != frozen:
@@ -83,6 +83,5 @@ def _unfreeze(loop: Loop, patterns: Iterable[str]) -> int:
 
 
 def _frozen(loop: Loop) -> list[str]:
-    """The paths of the parameters that a loop does not train."""
     patterns = loop.freeze
     return [p for p in flat(loop.state.params) if any(re.fullmatch(each, p) for each in patterns)]

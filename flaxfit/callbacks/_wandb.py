@@ -47,7 +47,7 @@ class WandbLogger(TrackedRun):
 
     def _begin(self) -> Run:
         run = self._init(id=self.run_id, resume="allow", **self._options)
-        # The step is a metric of its own: a run may go back, wandb's own counter cannot.
+        # The step is a metric of its own: a run may repeat steps, but wandb's counter only grows.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run

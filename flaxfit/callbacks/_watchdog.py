@@ -32,7 +32,7 @@ class Watchdog:
 
     borrows = True
     order = "first"
-    """It also watches the first batch being fetched, and the other callbacks being closed."""
+    """It also watches the fetch of the first batch, and the other callbacks while they close."""
 
     def __init__(self, seconds: float, *, slow_seconds: float | None = None) -> None:
         if seconds <= 0 or (slow_seconds is not None and slow_seconds <= 0):
@@ -51,7 +51,7 @@ class Watchdog:
         self._watch(self._loop)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns the checkpoint unchanged; watches a loop again that continues after `close`."""
+        """Returns the checkpoint unchanged; watches again if the loop continues after `close`."""
         if self._ended is None and self._loop is not None:
             self._watch(self._loop)
         return checkpoint
@@ -80,8 +80,8 @@ def _guard(
         if loop is None:
             return
         here, now = (loop.phase, loop.step), time.monotonic()
-        del loop
-        # A process that was stopped for an hour has not waited for an hour.
+        del loop  # Do not keep it alive while waiting.
+        # Cap the step of time: a process suspended for an hour has not hung for an hour.
         waited = waited + min(now - before, 2 * interval) if here == seen else 0.0
         seen, before = here, now
         limit = limits.get(here[0])

@@ -1,4 +1,4 @@
-"""Compares the arrays of a file with those of a model: all of them, or a chosen part."""
+"""Compares the arrays of a file with a model's: all arrays, or a selected part."""
 
 import difflib
 import re
@@ -26,8 +26,8 @@ def check_fits(
 ) -> None:
     """Checks names, shapes and dtypes of a file's arrays; the error lists every difference.
 
-    Those of the optimizer's state that repeat the difference of a parameter are counted. `frozen`
-    are the paths of the parameters that were frozen in the saved run, if that is known.
+    Differences in the optimizer's state that repeat a parameter's are only counted. `frozen` are
+    the paths of parameters frozen in the saved run, if known.
     """
     found = differences(on_disk, here)
     if found:
@@ -44,7 +44,7 @@ def check_fits(
 
 
 def differences(on_disk: Mapping[str, Description], here: Mapping[str, Description]) -> list[str]:
-    """Lists the differences between two sets of described arrays, one a line."""
+    """Lists the differences between two sets of described arrays, one per line."""
     only_disk = [path for path in on_disk if path not in here]
     only_here = [path for path in here if path not in on_disk]
     lines = [
@@ -58,12 +58,12 @@ def differences(on_disk: Mapping[str, Description], here: Mapping[str, Descripti
 
 
 def _without_repeated(lines: list[str]) -> list[str]:
-    """The lines, and the number of those of opt_state that end as one of params does."""
-    those = [line.partition(" (nearest: ")[0] for line in lines]
-    known = {line.removeprefix("params/") for line in those if line.startswith("params/")}
+    """Replaces opt_state lines that repeat a params line by their number."""
+    facts = [line.partition(" (nearest: ")[0] for line in lines]
+    known = {line.removeprefix("params/") for line in facts if line.startswith("params/")}
     kept = []
-    for line, each in zip(lines, those, strict=True):
-        path, _, words = each.partition(" is ")
+    for line, fact in zip(lines, facts, strict=True):
+        path, _, words = fact.partition(" is ")
         parts = path.split("/") if path.startswith("opt_state/") else []
         if not any(f"{'/'.join(parts[i:])} is {words}" in known for i in range(len(parts))):
             kept.append(line)
@@ -72,8 +72,8 @@ def _without_repeated(lines: list[str]) -> list[str]:
 
 
 def nearest(name: str, others: Sequence[str]) -> str:
-    """Returns " (nearest: ...)" with the most similar of the other names, or ""."""
-    if len(others) >= 500:  # The search would take long.
+    """Returns " (nearest: ...)" with the most similar other name, or ""."""
+    if len(others) >= 500:  # The search would be slow.
         return ""
     close = difflib.get_close_matches(name, others, n=1, cutoff=0.8)
     return f" (nearest: {close[0]})" if close else ""
@@ -86,10 +86,10 @@ def choose(
     source: object,
     path_in_model: Callable[[str], str | None],
 ) -> list[str]:
-    """Returns the names of the weights to read, and prints how many are read and which are kept.
+    """Returns the names of the weights to read; prints how many are read and which are kept.
 
-    The patterns are regular expressions for whole paths within the model, which `path_in_model`
-    returns for a name, or None if it is not a weight.
+    The patterns match whole paths within the model. `path_in_model(name)` returns such a path, or
+    None for a name that is no weight.
     """
     all_names = {**on_disk, **here}
     paths = {name: path for name in all_names if (path := path_in_model(name)) is not None}

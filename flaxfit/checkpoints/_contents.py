@@ -1,4 +1,4 @@
-"""The contents of a checkpoint file: arrays by path, and the record of all the rest."""
+"""The contents of a checkpoint file: arrays by path, and a record of everything else."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from flaxfit.state import Checkpoint
 from flaxfit.tree import Array, Json, PyTree, as_digests, digests_or_sources
 
 CALLBACKS, COMPANIONS = "callbacks", "companions"
-"""The first parts of the paths of arrays outside of the state."""
+"""Path prefixes of arrays outside the state."""
 
 
 def contents(
@@ -28,7 +28,7 @@ def contents(
 ) -> tuple[dict[str, Array], Record]:
     """Returns the arrays to write for a checkpoint, and its record.
 
-    The record holds memory in the place of digests to compute later, by `with_digests`.
+    In the record, host memory stands for the digests that `with_digests` computes later.
     """
     arrays: dict[str, Array] = {}
     described: dict[str, dict[str, Json]] = {}
@@ -36,7 +36,7 @@ def contents(
     own = leaves_of(checkpoint.state)
     of_callbacks = leaves_of({CALLBACKS: callback_arrays})
     companions = leaves_of({COMPANIONS: checkpoint.companions or {}})
-    # The state's own arrays, such as the best so far, are written once.
+    # An array that is also the state's, such as the best weights right now, is written once.
     shared = {path for path, leaf in of_callbacks.items() if leaf is own.get(own_path(path))}
     for path, leaf in (own | of_callbacks | companions).items():
         if path in shared:
@@ -48,7 +48,7 @@ def contents(
             description |= key_description(leaf)
             leaf = jax.random.key_data(leaf)
         if isinstance(leaf, np.ndarray):
-            leaf = leaf.copy().view(_orbax.OwnCopy)  # The caller may change it at any time.
+            leaf = leaf.copy().view(_orbax.OwnCopy)  # The caller may change it after the call.
         described[path] = description
         arrays[path] = leaf
     for path, source in digests_or_sources(arrays).items():
@@ -80,16 +80,16 @@ def contents(
 
 
 def holds_memory(record: Record) -> bool:
-    """Whether a record keeps the memory of all arrays, even if they are donated or deleted.
+    """Returns whether a record keeps all memory alive, even of donated or deleted arrays.
 
-    On the CPU it holds views of them in the place of digests, which JAX respects.
+    On the CPU it holds NumPy views; JAX does not reuse memory that has views.
     """
     digests = (each["digest"] for each in record["arrays"].values())
     return jax.process_count() == 1 and not any(isinstance(each, str) for each in digests)
 
 
 def undeleted(arrays: Mapping[str, Array], record: Record) -> dict[str, Array]:
-    """Replaces arrays that were deleted by the views of their memory in the record."""
+    """Replaces deleted arrays by the record's views of their memory."""
     return {
         path: record["arrays"][path]["digest"]
         if isinstance(array, jax.Array) and array.is_deleted()
@@ -108,7 +108,7 @@ def with_digests(record: Record) -> Record:
 
 
 def holds(path: Path, record: Record) -> bool:
-    """Whether a step on disk has the same record, and by its digests the same arrays."""
+    """Returns whether a step on disk has the same record, and so, by digest, the same arrays."""
     try:
         return path.exists() and read_record(path) == with_digests(record)
     except Damaged:
@@ -116,5 +116,5 @@ def holds(path: Path, record: Record) -> bool:
 
 
 def own_path(name: str) -> str:
-    """Returns <path> of "callbacks/<name>/<path>", where the state has an array of its own."""
+    """Returns <path> of "callbacks/<name>/<path>", the path of a state's array."""
     return name.split("/", 2)[2]

@@ -1,4 +1,4 @@
-"""Closes open writers before the process ends; its exit code reports a save that failed."""
+"""Closes open writers before the process ends; the exit code reports a failed save."""
 
 import atexit
 import contextlib
@@ -17,7 +17,7 @@ UNSAVED = 86
 
 
 open_writers: set[Any] = set()
-"""Each `CheckpointFileWriter` that may have something to save, or holds threads."""
+"""Every `CheckpointFileWriter` that may have a pending save or threads."""
 
 
 def close_at_end(writer: Any) -> None:
@@ -27,9 +27,9 @@ def close_at_end(writer: Any) -> None:
 
 
 def wait_for_others(folder: Path, writer: Any = None) -> None:
-    """Waits for all saves into a folder, links resolved, by other writers of this process.
+    """Waits for other writers of this process that save into a folder (links resolved).
 
-    Their failures are not raised here.
+    Does not raise their failures.
     """
     place = os.path.realpath(folder)
     others = [each for each in list(open_writers) if each is not writer]
@@ -39,8 +39,8 @@ def wait_for_others(folder: Path, writer: Any = None) -> None:
 
 @functools.cache
 def _register_end() -> None:
-    # At `atexit` threads accept no more work, and Orbax would lose the save. `concurrent.futures`
-    # registers its own end here, and functions that are registered later run before it.
+    # Not `atexit`: by then executors accept no work, and Orbax would lose the save. Functions
+    # registered here run in reverse, so before the shutdown that `concurrent.futures` registered.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_close_all)
     if hasattr(os, "register_at_fork"):  # A child lacks the threads that would finish the saves.
@@ -57,7 +57,8 @@ def _close_all() -> None:
 
 
 def _end_unsaved() -> None:
-    """Ends the process with `UNSAVED`, after all other functions that run at exit."""
+    """Ends the process with `UNSAVED`, after all other exit functions."""
+    # Run the other exit functions here, as `os._exit` skips them, and a normal exit returns 0.
     atexit.unregister(_end_unsaved)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

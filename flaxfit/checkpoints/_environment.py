@@ -1,4 +1,4 @@
-"""The versions and the machine, on which the bits of a run depend."""
+"""The versions and machine facts that the bits of a run depend on."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def environment() -> dict[str, Json]:
-    """Returns the facts besides versions on which the bits of a result may depend.
+    """Returns facts, besides versions, that the bits of a result may depend on.
 
     On the CPU, XLA divides the work by the number of its threads, and so the order of sums.
     """
@@ -55,7 +55,7 @@ def environment() -> dict[str, Json]:
 
 
 def changes(record: Mapping[str, Json]) -> list[str]:
-    """Lists the differences between the environment in a record and the present one.
+    """Lists the differences between the environment in a record and the current one.
 
     With virtual replicas the bits do not depend on the numbers of devices and processes.
     """

@@ -1,4 +1,4 @@
-"""CheckpointFile: the checkpoint of one step as it is read from disk, all of it verified."""
+"""CheckpointFile: the checkpoint of one step, read from disk and verified."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ class CheckpointFile:
         parameters; JSON.
       n_completed_steps: the number of updates since the previous checkpoint.
       n_examples: the number of examples trained on since the previous checkpoint.
-      sums: the sums of the metrics so far, if the count of steps continues after this checkpoint.
+      sums: the sums of the metrics so far, for a checkpoint between two that the loop yields.
       callback_states: the states of callbacks by their names; JSON.
       callback_arrays: arrays in the states of callbacks, by their names: fields such as the best
         `params`.
@@ -130,7 +130,6 @@ def read(
 
 
 def _metrics(found: Mapping[str, Json]) -> dict[str, PyTree]:
-    """The metrics of a record; those that are not single numbers are arrays again."""
     return {
         name: np.asarray(value) if isinstance(value, list) else value
         for name, value in found.items()
@@ -138,7 +137,7 @@ def _metrics(found: Mapping[str, Json]) -> dict[str, PyTree]:
 
 
 def _count(record: Record) -> dict[str, PyTree]:
-    """The steps and examples of a checkpoint, and its sums; old files keep them in `running`."""
+    """Returns the counts and sums of a checkpoint; old files keep them in `running`."""
     old, sums = record.get("running") or {}, record.get("sums")
     if "totals" in old:
         high, low = old["totals"]
@@ -165,15 +164,15 @@ def _wanted(
         taken = choose(found, templates, partial, path, path_in_state)
         return {name: found[name] for name in taken}, templates
     here = {name: describe(leaf) for name, leaf in templates.items()}
-    # Old files keep the average of parameters in their dtype, and none of the statistics.
+    # Old files keep averages in the dtype of the parameters, and no averaged statistics.
     for name in filter(_is_average, here):
         if name not in found and own_path(name) in found:
             found[name] = {**found[own_path(name)], "is_own": True}
         if name in found and found[name]["dtype"] in ("bfloat16", "float16"):
             here[name]["dtype"] = found[name]["dtype"]
     if isinstance(template, TrainState):
-        # Arrays of callbacks are placed like the state's own of the same path. Their dtypes are the
-        # callback's choice, such as a mean in float32 of weights in bfloat16.
+        # A callback's array gets the sharding of the state's array with that path, but keeps its
+        # dtype, such as float32 for a mean of bfloat16 weights.
         own = {name: own_path(name) for name in _below(CALLBACKS, described)}
         own = {name: path for name, path in own.items() if path in templates}
         found |= {name: described[name] for name in own}
@@ -181,12 +180,12 @@ def _wanted(
         here |= {n: {**here[path], "dtype": found[n]["dtype"]} for n, path in own.items()}
     check_fits(found, here, path, frozen=frozen)
     if isinstance(template, TrainState):
-        found |= _below(COMPANIONS, described)  # A loop compares them with its task's.
+        found |= _below(COMPANIONS, described)  # The loop compares them with its task's.
     return found, templates
 
 
 def _plain_state(arrays: Mapping[str, Array], described: Mapping[str, Description]) -> TrainState:
-    """Makes a state of nested dicts, with the logical axes that the file names."""
+    """Makes a state of nested dicts, with the logical axes from the file."""
     for name in ("step", "key"):  # Every state has these; other fields may lack arrays.
         if name not in arrays:
             raise Damaged(f"it does not hold {name}")
@@ -212,7 +211,7 @@ def _below(place: str, named: Mapping[str, Value]) -> dict[str, Value]:
 def _callback_arrays(
     arrays: Mapping[str, Array], template: TrainState | InferenceState | None
 ) -> dict[str, PyTree]:
-    """Returns fields of a state by the names of the callbacks that keep them."""
+    """Returns the arrays of callbacks, as fields of a state, by callback name."""
     found: dict[str, dict[str, Array]] = {}
     for name, array in _below(CALLBACKS, arrays).items():
         found.setdefault(name.split("/")[1], {})[own_path(name)] = array
@@ -237,14 +236,14 @@ def _read_arrays(
     try:
         found = _orbax.read_arrays(path, {n: w for n, w in wanted.items() if math.prod(w.shape)})
     except (Damaged, MemoryError, jax.errors.JaxRuntimeError):
-        raise  # It says enough, or the file is not at fault.
+        raise  # Clear already, or not the file's fault.
     except Exception as error:
         _seal.raise_if_unread(error, path)
         raise Damaged(f"its arrays cannot be read ({first_line(error)})") from error
     arrays: dict[str, Array] = {}
     for name, each in wanted.items():
         array = found[name] if name in found else np.zeros(each.shape, each.dtype)
-        if not isinstance(array, np.ndarray | jax.Array):  # Orbax returns its argument then.
+        if not isinstance(array, np.ndarray | jax.Array):  # Orbax returns its argument if missing.
             raise Damaged(f"it does not hold {name}")
         if (array.shape, array.dtype) != (each.shape, each.dtype):
             raise Damaged(f"the content of {name} was changed")
@@ -261,7 +260,7 @@ def _read_arrays(
 
 
 def _stored(description: Description, template: ArrayLike | None) -> jax.ShapeDtypeStruct:
-    """Describes the array on disk of a leaf, and its sharding when it is read."""
+    """Describes a leaf's array on disk, and the sharding to read it with."""
     if "random_bits" in description:
         return jax.ShapeDtypeStruct(tuple(description["words"]), np.uint32)
     shape, dtype = tuple(description["shape"]), jnp.dtype(description["dtype"])

@@ -1,4 +1,4 @@
-"""The folder of a run: its steps, and how one is added, set aside or deleted, all or nothing."""
+"""The folder of a run: lists its steps, and adds, renames or deletes a step atomically."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ _LEFT_OVER = re.compile(r"(deleted|saving)-\d+-\d+")
 
 
 def absolute(folder: str | os.PathLike[str]) -> Path:
-    """Returns the folder's absolute path: Orbax loses what is saved to a relative one."""
+    """Returns the folder's absolute path: Orbax loses saves to a relative path."""
     if not os.fspath(folder):
         raise ValueError("A folder of checkpoints needs a name, got ''.")
     return Path(os.path.abspath(local_path(folder)))
@@ -38,13 +38,13 @@ def make(folder: Path) -> None:
 
 
 def steps(folder: Path) -> list[int]:
-    """Returns the steps that a folder holds, in order, without empty and foreign folders."""
+    """Returns the steps in a folder, in order, ignoring empty and foreign folders."""
     found = {step_of(entry.name) for entry in _entries(folder) if _is_step(entry)}
     return sorted(step for step in found if step is not None)
 
 
 def foreign(folder: Path) -> list[Path]:
-    """Returns entries named like steps that are not: emptied folders, or those of others."""
+    """Returns the entries that are named like steps, but are empty or foreign."""
     named = (entry for entry in _entries(folder) if step_of(entry.name) is not None)
     return sorted(entry for entry in named if not _is_step(entry))
 
@@ -55,19 +55,19 @@ def step_name(step: int, name: str = "") -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Returns the step of a folder that is named like one, else None."""
+    """Returns the step that a folder's name denotes, or None."""
     number = name.partition("@")[0]
     return int(number) if re.fullmatch("0|[1-9][0-9]{,17}", number) else None
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Returns the folder of a step, by its number alone if there is none."""
+    """Returns the folder of a step; if there is none, the folder named by its number."""
     found = sorted(entry for entry in _entries(folder) if step_of(entry.name) == step)
     return next(filter(_is_step, found), [folder / step_name(step), *found][-1])
 
 
 def of_run(folder: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of a run's folder, whose name must not be a template."""
+    """Returns the absolute path of a run's folder; rejects templates."""
     if template := re.search(r"\{\w+(:[^}]*)?\}", os.fspath(folder)):
         raise ValueError(
             f"The name of a checkpoint folder cannot be a template, got {template[0]} in "
@@ -78,11 +78,11 @@ def of_run(folder: str | os.PathLike[str]) -> Path:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Makes a temporary folder for a step that is being written.
+    """Makes a temporary folder for a step.
 
-    Its name is new, as an interrupted save may still be writing to an old one.
+    Its name is new: an interrupted save may still write to an old one.
     """
-    # If Orbax found this out, its threads would wait for minutes.
+    # Check here: Orbax's threads would wait for minutes.
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} cannot be written to")
     while (written := folder / f"saving-{int(step)}-{next(_numbers)}").exists():
@@ -94,8 +94,8 @@ def begin(folder: Path, step: int) -> Path:
 def complete(path: Path, step: int, written: Path) -> None:
     """Seals a written step and renames it to its path.
 
-    Orbax syncs its arrays only: syncing the rest, and then the rename, makes the step survive a
-    power cut.
+    Orbax syncs only its arrays. After a power cut the step exists only if everything in it was on
+    disk before the rename, so sync the files and folders first, and the rename after.
     """
     folder = path.parent
     _seal.write(written)
@@ -103,6 +103,7 @@ def complete(path: Path, step: int, written: Path) -> None:
         for name in names:
             sync(os.path.join(parent, name))
         sync(parent)
+    # A kill between these renames leaves no step, but a `replaced-` one that `tidy` restores.
     while (old := step_path(folder, step)).exists():
         set_aside(folder, step, "replaced" if _is_step(old) else "foreign")
     written.rename(path)
@@ -110,7 +111,7 @@ def complete(path: Path, step: int, written: Path) -> None:
 
 
 def set_aside(folder: Path, step: int, reason: str) -> Path:
-    """Renames a step to `<reason>-<step>-<n>`, which is not read as a step."""
+    """Renames a step to `<reason>-<step>-<n>`, which readers ignore."""
     n = 0
     while (target := folder / f"{reason}-{step}-{n}").exists():
         n += 1
@@ -118,13 +119,13 @@ def set_aside(folder: Path, step: int, reason: str) -> Path:
 
 
 def aside(folder: Path, reason: str) -> list[Path]:
-    """Returns the steps that were set aside for a reason."""
+    """Returns the steps that were set aside for this reason."""
     name = re.compile(rf"{reason}-\d+-\d+")
     return sorted(entry for entry in _entries(folder) if name.fullmatch(entry.name))
 
 
 def delete(folder: Path, step: int) -> None:
-    """Deletes a step, renamed first: a kill in the middle leaves no partial step."""
+    """Renames a step, then deletes it: a kill in between leaves no partial step."""
     shutil.rmtree(set_aside(folder, step, "deleted"), ignore_errors=True)
 
 
@@ -142,6 +143,7 @@ def tidy(folder: Path) -> None:
     for entry in _entries(folder):
         if entry.is_dir() and not entry.is_symlink() and _LEFT_OVER.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
+    # Last first: of several copies of a step, the last one is restored.
     for entry in reversed(aside(folder, "replaced")):
         step = int(entry.name.split("-")[1])
         if step_path(folder, step).exists():
@@ -161,7 +163,7 @@ def _is_step(entry: Path) -> bool:
 
 
 def space(folder: Path, needed: int) -> str:
-    """Returns "<n> bytes, <n> are free", of what is needed and what the disk of a folder has."""
+    """Returns "<needed> bytes, <n> are free", for the disk of a folder."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return f"{needed:,} bytes, {shutil.disk_usage(existing).free:,} are free"
 

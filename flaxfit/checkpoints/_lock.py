@@ -1,4 +1,4 @@
-"""The lock of a folder: two processes never save into the same one."""
+"""The lock of a folder: no two processes save into the same folder."""
 
 import functools
 import os
@@ -9,10 +9,7 @@ from flaxfit.distributed import is_main
 
 
 class FolderLock:
-    """Holds a folder for this process until the object is collected or the process ends.
-
-    It leaves no file.
-    """
+    """Holds a folder until the object is collected or the process ends; leaves no file."""
 
     def __init__(self, descriptor: int) -> None:
         _descriptors.add(descriptor)
@@ -37,6 +34,7 @@ def hold(folder: Path) -> FolderLock | None:
         return None
     if not is_main():
         return None
+    # By inode, as two paths (a link, say) may name one folder.
     status = os.stat(folder)
     identity = status.st_dev, status.st_ino
     if (lock := _held.get(identity)) is not None:
@@ -68,5 +66,5 @@ def _close(descriptor: int) -> None:
 
 @functools.cache
 def _release_in_children() -> None:
-    """Keeps forked children, such as workers of a data loader, from holding the locks."""
+    """Closes inherited locks in forked children, such as data loader workers."""
     os.register_at_fork(after_in_child=lambda: [_close(each) for each in list(_descriptors)])

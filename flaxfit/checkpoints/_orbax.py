@@ -16,16 +16,16 @@ from flaxfit.checkpoints._seal import Damaged
 from flaxfit.tree import Array, Json
 
 ARRAYS = "arrays"
-"""The folder in a step for the arrays, a flat dict by path."""
+"""A step's subfolder of arrays, a flat dict by path."""
 RECORD = "record"
-"""The folder in a step for everything else, as JSON."""
+"""A step's subfolder of everything else, as JSON."""
 
 
 class StepWriter:
     """Writes the arrays of steps in the background, one step at a time.
 
-    It uses Orbax's handler directly: `AsyncCheckpointer` would add a second temporary folder and
-    threads that the caller has to wait for. `_folder.complete` commits a step.
+    It uses Orbax's handler directly: `AsyncCheckpointer` adds a second temporary folder, and
+    threads that the caller must wait for. `_folder.complete` commits a step.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class StepWriter:
         logging.getLogger("absl").addFilter(_is_not_raised)
 
     def start(self, path: Path, arrays: Mapping[str, Array]) -> None:
-        """Starts writing arrays that `savable` returned, which may be donated afterwards."""
+        """Starts to write results of `savable`; they may be donated afterwards."""
         from etils import epath
 
         # Orbax requires this type of path here.
@@ -64,8 +64,8 @@ class StepWriter:
         Raises:
           OSError: the merged files do not hold all of the arrays.
         """
-        # Unlike a path of etils, one of pathlib does not take "[" in the name of a folder as a
-        # pattern. Orbax only warns when it finds nothing to merge.
+        # A pathlib path: etils treats "[" in a folder's name as a pattern, and then Orbax finds
+        # nothing to merge and only warns.
         folder: Any = path / ARRAYS
         self._handler.finalize(folder)
         try:
@@ -79,12 +79,12 @@ class StepWriter:
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
-    """Whether a log record is not the traceback of a failure that `StepWriter.wait` raises."""
+    """Filters out the log of a failure that `StepWriter.wait` raises anyway."""
     return not (record.exc_info and "_SignalingThread" in str(record.msg))
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine, in a thread if this one already runs an event loop (as in notebooks)."""
+    """Runs a coroutine, in a new thread if an event loop is running (as in notebooks)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -100,7 +100,7 @@ def write_record(path: Path, record: Json) -> None:
 
 
 def read_record(path: Path) -> Json:
-    """Reads the record of a step, which may be any JSON value."""
+    """Reads the record of a step: any JSON value."""
     return json.loads((path / RECORD / "metadata").read_text(encoding="utf-8"))
 
 
@@ -123,10 +123,9 @@ def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
 
 
 def _check_layout(path: Path, wanted: Mapping[str, Array | jax.ShapeDtypeStruct]) -> None:
-    """Checks that all chunks of the arrays are there, with the expected headers.
+    """Checks that all chunks of the arrays exist, with the expected headers.
 
-    Orbax trusts the headers and would allocate whatever size they state, and it reads a missing
-    chunk as zeros.
+    Orbax allocates the size that a header states, and reads a missing chunk as zeros.
     """
     import tensorstore
 
@@ -162,7 +161,7 @@ def _keys(shape: Sequence[int], chunks: Sequence[int]) -> Iterator[str]:
 
 
 class OwnCopy(np.ndarray):
-    """A NumPy copy with no other owner: Orbax's deep copy of it is a no-op."""
+    """A NumPy copy that nothing else refers to: makes Orbax's deep copy a no-op."""
 
     def __deepcopy__(self, memo: object) -> "OwnCopy":
         return self
@@ -173,7 +172,7 @@ def savable(array: Array) -> Array:
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return array
     if jax.process_count() > 1:
-        # Orbax writes host-local arrays only as NumPy arrays, and only on the first process.
+        # Orbax writes host-local arrays only if they are NumPy, and only on the first process.
         return np.asarray(array)
-    # One copy of a replicated array: Orbax would split it into one piece per device.
+    # One replica only: Orbax would split a replicated array into one piece per device.
     return array.addressable_data(0) if array.is_fully_replicated else array

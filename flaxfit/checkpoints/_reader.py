@@ -1,4 +1,4 @@
-"""CheckpointFileReader: reads the newest, the best or a chosen checkpoint, never a damaged one."""
+"""CheckpointFileReader: reads the newest, best or a given checkpoint; skips damaged ones."""
 
 import operator
 import os
@@ -16,7 +16,7 @@ from flaxfit.tree import PyTree
 
 
 class _Gone(Exception):
-    """A step was deleted since the folder was listed."""
+    """A step was deleted after the folder was listed."""
 
 
 class CheckpointFileReader:
@@ -24,7 +24,7 @@ class CheckpointFileReader:
 
     It waits for the saves that writers of this process have started in the folder.
 
-    Every array is compared with the digest that was saved beside it. A damaged checkpoint is
+    Every array is compared with its saved digest. A damaged checkpoint is
     reported, renamed to `corrupt-<step>-<n>`, and the next one is read: the one before it, or
     the next best. If none is intact, or if only folders named like steps are left that hold no
     checkpoint, that is an error: a run never restarts silently. A step that is given by number has
@@ -43,7 +43,7 @@ class CheckpointFileReader:
     """
 
     takes_template_of = True
-    """Whether `read` takes a `TemplateOf`: readers of the user's own need not."""
+    """Whether `read` takes a `TemplateOf`; custom readers need not."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class CheckpointFileReader:
         from_main("the entries of a folder of checkpoints", self._report_foreign)
         try:
             return self._read(template, partial)
-        except _Gone:  # Another process has saved a newer one and deleted this one.
+        except _Gone:  # Another process deleted the step after saving a newer one: list again.
             return self.read(template, partial=partial)
 
     def _read(
@@ -130,7 +130,7 @@ class CheckpointFileReader:
         return None
 
     def _report_foreign(self) -> None:
-        """Reports folders named like steps that hold none, in which a checkpoint may be lost."""
+        """Reports entries named like steps that hold none: a checkpoint may be lost."""
         names = ", ".join(path.name for path in _folder.foreign(self.folder))
         if names and self.strict:
             raise ValueError(f"{self.folder} contains entries that are not checkpoints: {names}.")
@@ -138,7 +138,7 @@ class CheckpointFileReader:
             say(f"{self.folder} contains entries that are not checkpoints: {names}; not used")
 
     def _candidates(self) -> tuple[list[int], list[str]]:
-        """Returns the steps in the order to try them, and names of those found damaged."""
+        """Returns the steps to try, in order, and the names of damaged ones."""
         steps, damaged = _folder.steps(self.folder), []
         if isinstance(self.which, int):
             if self.which not in steps:
@@ -187,7 +187,7 @@ class CheckpointFileReader:
         return name
 
     def _no_steps(self) -> list[str]:
-        """Returns the names of entries that were checkpoints, or may have been."""
+        """Returns the names of entries that were, or may have been, checkpoints."""
         paths = _folder.aside(self.folder, "corrupt") + _folder.aside(self.folder, "replaced")
         return [path.name for path in (*paths, *_folder.foreign(self.folder))]
 
@@ -234,13 +234,13 @@ def restore(
 
 
 def nothing_in(folder: Path) -> FileNotFoundError:
-    """The error for a folder without a checkpoint, or a file in its place."""
+    """Returns the error for a folder without a checkpoint, or for a file."""
     advice = " It is a file: load_weights reads weights." if folder.is_file() else ""
     return FileNotFoundError(f"There is no checkpoint in {folder}.{advice}")
 
 
 def list_steps(folder: str | os.PathLike[str]) -> list[int]:
-    """Lists the steps that a folder holds, in order.
+    """Lists the steps in a folder, in order.
 
     >>> import tempfile
     >>> list_steps(tempfile.mkdtemp())
@@ -252,7 +252,7 @@ def list_steps(folder: str | os.PathLike[str]) -> list[int]:
 
 
 def latest(folder: str | os.PathLike[str]) -> int | None:
-    """Returns the last step that a folder holds, or None.
+    """Returns the last step in a folder, or None.
 
     >>> import tempfile
     >>> latest(tempfile.mkdtemp()) is None
@@ -262,7 +262,7 @@ def latest(folder: str | os.PathLike[str]) -> int | None:
 
 
 def best(folder: str | os.PathLike[str]) -> int | None:
-    """Returns the step with the best monitored metric (of equal ones the last), or None.
+    """Returns the step with the best monitored metric (the last of ties), or None.
 
     >>> import tempfile
     >>> best(tempfile.mkdtemp()) is None
@@ -277,7 +277,7 @@ def best(folder: str | os.PathLike[str]) -> int | None:
 
 
 def _ranked(folder: Path, records: Mapping[int, Record]) -> list[int]:
-    """Ranks the steps, best first, by the metric that the newest of the records names."""
+    """Ranks the steps, best first, by the newest record's monitored metric."""
     if not records:
         return []
     monitor = records[max(records)]["monitor"]

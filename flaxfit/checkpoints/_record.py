@@ -1,4 +1,4 @@
-"""The record of a step: everything except arrays, as JSON, validated when it is read."""
+"""The record of a step: everything except arrays, as JSON, validated on read."""
 
 import json
 from pathlib import Path
@@ -76,7 +76,7 @@ def _is_dtype(name: str) -> bool:
 
 
 def as_plain_json(record: Json) -> Json:
-    """Returns a deep copy of a record, as it would be read from a file."""
+    """Returns a deep copy of a record, as JSON would read it back."""
     try:
         return json.loads(json.dumps(record, default=_number))
     except TypeError as error:
@@ -87,7 +87,6 @@ def as_plain_json(record: Json) -> Json:
 
 
 def _number(value: object) -> Json:
-    """Converts numbers and arrays of NumPy and JAX to Python's."""
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         return value.tolist()
     raise TypeError(f"got {type(value).__name__}: {value!r:.60}")

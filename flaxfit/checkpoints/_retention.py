@@ -1,4 +1,4 @@
-"""Which steps are saved, and which stay: the last ones, and the best by the monitored metric."""
+"""Decides which steps to save, and which to keep: the last, and the best by a metric."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ def intact_records(folder: Path, steps: Iterable[int]) -> dict[int, Record]:
 
 
 def newest_history(folder: Path) -> Json:
-    """Returns the history in the newest checkpoint with an intact record; None if none has one."""
+    """Returns the history of the newest checkpoint with an intact record, or None."""
 
     def find() -> Json:
         records = (intact_records(folder, [step]) for step in reversed(_folder.steps(folder)))
@@ -37,7 +37,7 @@ def newest_history(folder: Path) -> Json:
 
 
 def ranking(records: Mapping[int, Record], monitor: Mapping[str, str]) -> list[int]:
-    """Ranks the steps whose monitored metric is finite, best first; of equal ones, the last."""
+    """Ranks steps by the monitored metric, best first (the last of ties); only finite values."""
     sign = 1 if monitor["mode"] == "max" else -1
     values = {
         step: sign * record["metrics"].get(monitor["name"], math.nan)
@@ -48,14 +48,14 @@ def ranking(records: Mapping[int, Record], monitor: Mapping[str, str]) -> list[i
 
 
 def supersede(folder: Path, step: int, earlier: Iterable[int]) -> None:
-    """Sets aside those of an earlier run's steps that this run has not reached, and says so."""
+    """Renames and reports an earlier run's steps that this run has not reached."""
     for old in [old for old in earlier if old > step]:
         target = _folder.set_aside(folder, old, "superseded")
         say(f"this run is at step {step}: an earlier run's step {old} is now {target.name}")
 
 
 class Retention:
-    """Which checkpoints a `CheckpointFileWriter` saves and keeps; the arguments are its own."""
+    """Decides what a `CheckpointFileWriter` saves and keeps; takes its arguments."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Retention:
         self._saves_best_only = save_best_only
         self._threshold = initial_value_threshold
         self.monitor: dict[str, str] | None = None
-        """The metric whose best steps are kept and its mode, known with the first checkpoint."""
+        """The name and mode of the metric for best steps; known from the first checkpoint on."""
 
     def attach(self, loop: Any, writer: object) -> None:
         """Checks that a loop reports the metric."""
@@ -92,11 +92,11 @@ class Retention:
             self._monitor.attach(loop, writer)
 
     def look(self, checkpoint: Checkpoint) -> None:
-        """Learns the better values of the metric; says so if a checkpoint lacks it."""
+        """Resolves the mode of the metric; reports a checkpoint without the metric."""
         if self._monitor is None:
             return
         self.monitor = {"name": self._monitor.name, "mode": self._monitor.resolve(checkpoint.modes)}
-        is_within = checkpoint.sums is not None  # Of an epoch, and never the best.
+        is_within = checkpoint.sums is not None  # Within an epoch; never the best.
         if self._monitor.name not in checkpoint.metrics and not is_within:
             say(
                 f"the checkpoint of step {checkpoint.step} lacks the monitored metric "
@@ -105,7 +105,7 @@ class Retention:
             )
 
     def is_wanted(self, folder: Path, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint is to be saved: with `save_best_only`, if it beats those before.
+        """Returns whether to save a checkpoint: with `save_best_only`, if it is a new best.
 
         Raises:
           ValueError: no checkpoint has the metric.
@@ -121,11 +121,12 @@ class Retention:
         return value is not None and all(is_better(value, best, mode) for best in bests)
 
     def delete_old(self, folder: Path, step: int) -> None:
-        """Deletes all steps except the last ones, the best ones and the one just saved."""
+        """Deletes all steps except the last, the best and the one just saved."""
         if self._keep is None:
             return
         steps, best = _folder.steps(folder), []
         if self.monitor is not None:
             best = ranking(intact_records(folder, steps), self.monitor)[: self._keep_best]
+        # Always keep `step`: with older steps of higher numbers it may not be among the last.
         for old in set(steps) - {step, *steps[-self._keep :], *best}:
             _folder.delete(folder, old)

@@ -49,7 +49,7 @@ def write(file: BinaryIO, arrays: Mapping[str, np.ndarray], facts: Mapping[str, 
             f"Cannot write {', '.join(others)} to a safetensors file, which supports "
             f"{', '.join(_CODES)}. Convert these arrays, or save a whole checkpoint."
         )
-    # Widest elements first: together with the padded header this aligns every array.
+    # Widest elements first: with the padded header, this aligns every array.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     ends = list(itertools.accumulate((arrays[name].nbytes for name in names), initial=0))
     entries: dict[str, Json] = {
@@ -121,6 +121,7 @@ def _split(content: np.ndarray) -> tuple[dict[str, Json], dict[str, str], np.nda
 def _views(entries: Mapping[str, Json], data: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the arrays as views, after checking that they cover the data exactly once."""
     spans = {name: _span(name, entry) for name, entry in entries.items()}
+    # No gaps or overlaps: bytes that belong to no array or to two could hide other content.
     end = 0
     for start, stop in sorted(spans.values()):
         if start != end:

@@ -46,5 +46,5 @@ def save(
     elif metrics is not None:
         checkpoint = checkpoint.with_metrics(metrics)
     with CheckpointFileWriter(folder, keep=None, asynchronous=False) as writer:
-        writer._found = []  # This starts no run, so it supersedes nothing.
+        writer._found = []  # This does not start a run, so later steps stay.
         return writer.save(checkpoint, history=history, callback_states=callback_states)

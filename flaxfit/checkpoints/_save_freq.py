@@ -1,4 +1,4 @@
-"""SaveFreq: the saves within an epoch, which a writer makes of its own."""
+"""SaveFreq: a writer's own saves within an epoch."""
 
 import functools
 from typing import Any
@@ -7,9 +7,9 @@ from flaxfit.tree import whole_number
 
 
 class SaveFreq:
-    """Saves every n steps, if n is given, between checkpoints too.
+    """Saves every n steps, if n is given, also between checkpoints.
 
-    A step that yields a checkpoint is left to it.
+    It skips a step that yields a checkpoint, which the writer saves anyway.
     """
 
     def __init__(self, save_freq: int | str, *, of_best: bool):

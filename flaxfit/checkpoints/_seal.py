@@ -12,7 +12,7 @@ _OTHER_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class Damaged(Exception):
-    """The files of a step are not those that were written."""
+    """The files of a step differ from the written files."""
 
 
 def write(folder: Path) -> None:
@@ -22,7 +22,7 @@ def write(folder: Path) -> None:
 
 
 def problem(folder: Path) -> str | None:
-    """Returns why `check` refuses a folder, or None."""
+    """Returns why `check` fails, or None."""
     try:
         check(folder)
     except Damaged as error:
@@ -31,9 +31,9 @@ def problem(folder: Path) -> str | None:
 
 
 def check(folder: Path, item: str = "") -> None:
-    """Compares the files of a folder, or of one folder in it, with its seal.
+    """Compares the files of a folder, or of a subfolder, with its seal.
 
-    The digests of the arrays find damage that matters; this finds all, and names the file.
+    Array digests find the damage that matters; the seal finds any damage, and names the file.
     """
     try:
         sealed = json.loads((folder / SEAL).read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ def check(folder: Path, item: str = "") -> None:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise_if_unread(error, folder)
         raise Damaged(f"its {SEAL} is missing or was changed") from error
-    # Names in the seal are only compared with those of the files, never opened.
+    # Never open a name from the seal: it may be forged.
     try:
         found = _checksums(folder, item)
     except OSError as error:
@@ -66,9 +66,9 @@ def _checksums(folder: Path, item: str = "") -> dict[str, str]:
 
 
 def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yields the folders in a folder and the names of their files; none if it is missing."""
+    """Yields the subfolders of a folder and the names of their files; none if it is missing."""
 
-    def fail(error: OSError) -> None:  # `os.walk` would pass over the folder.
+    def fail(error: OSError) -> None:  # By default `os.walk` skips an unreadable folder.
         if not isinstance(error, _OTHER_FILES):
             raise error
 
@@ -76,8 +76,8 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def raise_if_unread(error: Exception, folder: Path) -> None:
-    """Raises an error of reading a step that tells nothing of its content: it may be intact."""
-    # TensorStore raises a ValueError with the number.
+    """Raises an `OSError` if reading failed in a way that does not prove damage."""
+    # TensorStore raises a ValueError that contains the errno.
     code = re.search(r"os_error_code='(\d+)'", str(error))
     cause = OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
     if isinstance(cause, OSError) and not isinstance(cause, _OTHER_FILES):

@@ -10,11 +10,11 @@ from flaxfit.display import is_scalar
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.state import Checkpoint
 
-_LONGEST = 200  # Bytes. File systems allow 255, and the number of the step goes before.
+_LONGEST = 200  # Bytes. File systems allow 255, including the number of the step.
 
 
 class StepName:
-    """Names the folder of a step: its number and, if there is a template, "@" and that, filled in.
+    """Names the folder of a step: its number, and with a template "@" and the filled template.
 
     >>> name = StepName("{epoch:02d}-{loss:.2f}")
     >>> name(Checkpoint(step=120, state=None, metrics={"loss": 0.251}, epoch=2))

@@ -1,4 +1,4 @@
-"""StepSave: the save of one step, which all processes write together, and why one failed."""
+"""StepSave: the save of one step by all processes together."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +11,10 @@ from flaxfit.tree import Array
 
 
 class StepSave:
-    """Copies what may change at once; `finish` does the rest, in the background.
+    """Copies arrays that may change; `finish` does the rest, in the background.
 
-    If nothing may change, Orbax starts in `finish` too: here, the caller would wait for the threads
-    that it starts, which are busy at once.
-    Arrays and record are those of `contents`. The folder of the step is `path`, until then `place`.
+    If none may change, Orbax also starts in `finish`: here its busy threads would delay the caller.
+    Arrays and record are from `contents`. The step is written to `place`, then renamed to `path`.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class StepSave:
         self.step: int = record["step"]
         self.arrays = {name: savable(array) for name, array in arrays.items()}
         self.failure: Exception | None = None
-        """The error of a start that failed, which `finish` reports to the other processes."""
+        """The error of a failed start, which `finish` reports to the other processes."""
         self._is_started = not _contents.holds_memory(record)
         if self._is_started:
             try:
@@ -44,11 +43,11 @@ class StepSave:
             if not self._is_started:
                 arrays = _contents.undeleted(self.arrays, self._record)
                 self._writer.start(self._place, arrays)
-            self._writer.wait()  # First: computing digests would slow the training thread.
+            self._writer.wait()  # Before the digests, whose computation slows the training thread.
             self._record = _contents.with_digests(self._record)
         except Exception as error:
             self.failure = self.failure or error
-        # The folder tells the saves of several writers apart, whose threads may change order.
+        # The folder is in the topic, as the threads of several writers may run in any order.
         topic = f"a save in {self._place.parent}"
         reason = self.failure and first_line(self.failure)
         reported = exchange(f"the arrays of {topic}", reason, seconds=3600)
@@ -56,6 +55,7 @@ class StepSave:
             raise self.failure
         if others := [text for text in reported if text]:
             raise RuntimeError(f"On another process: {others[0]}")
+        # Process 0 commits only now, when the arrays of every process are on disk.
         from_main(f"the end of {topic}", self._complete)
 
     def _complete(self) -> None:
@@ -67,7 +67,7 @@ class StepSave:
 def cannot_save(
     folder: Path, step: int, arrays: Mapping[str, Array], error: Exception
 ) -> RuntimeError:
-    """The error of a save that failed, with the bytes that it needs."""
+    """Returns the error of a failed save, with the bytes that it needs."""
     space = _folder.space(folder, sum(array.nbytes for array in arrays.values()))
     failure = RuntimeError(
         f"Cannot save the checkpoint of step {step} in {folder}: {type(error).__name__}: {error}\n"

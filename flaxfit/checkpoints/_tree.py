@@ -1,4 +1,4 @@
-"""Trees as named arrays, their descriptions, and back."""
+"""Converts trees to named arrays and descriptions, and back."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from flax import traverse_util
 from flaxfit.tree import Array, ArrayLike, Json, PyTree, flat, path_of, put_like
 
 Description = Mapping[str, Json]
-"""Shape and dtype of a leaf, as a file keeps them; for a random key also how to make it."""
+"""The shape and dtype of a leaf in a file, and for a random key its implementation."""
 
 
 def leaves_of(tree: PyTree) -> dict[str, ArrayLike]:
@@ -35,12 +35,12 @@ def descriptions(tree: PyTree) -> dict[str, Description]:
 
 
 def is_key(leaf: ArrayLike) -> bool:
-    """Whether a leaf is a typed random key, or describes one."""
+    """Returns whether a leaf is a typed random key, or describes one."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def key_description(key: jax.Array) -> dict[str, Json]:
-    """Returns what is needed to make a typed random key from its words again."""
+    """Returns the facts needed to rebuild a typed random key from its words."""
     return {
         "random_bits": str(jax.random.key_impl(key)),
         "words": list(jax.random.key_data(key).shape),
@@ -48,7 +48,7 @@ def key_description(key: jax.Array) -> dict[str, Json]:
 
 
 def unflatten(arrays: Mapping[str, Array], template: PyTree) -> PyTree:
-    """Returns the template with the arrays at the paths that they name."""
+    """Replaces the leaves of a template by the arrays with their paths."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _like(arrays[name], leaf) if (name := path_of(path)) in arrays else leaf,
         template,
@@ -56,7 +56,7 @@ def unflatten(arrays: Mapping[str, Array], template: PyTree) -> PyTree:
 
 
 def nested(arrays: Mapping[str, Array]) -> dict[str, PyTree]:
-    """Returns nested dicts by the parts of the paths."""
+    """Splits paths into nested dicts."""
     for path in arrays:
         ends = [at for at, letter in enumerate(path) if letter == "/"]
         if any(path[:end] in arrays for end in ends):
@@ -68,14 +68,14 @@ def nested(arrays: Mapping[str, Array]) -> dict[str, PyTree]:
 
 
 def on_device(array: Array) -> Array:
-    """Returns the array in JAX, or as it is if JAX would cut its 64 bits to 32."""
+    """Converts an array to JAX, unless JAX would truncate its 64 bits to 32."""
     if isinstance(array, jax.Array) or jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         return array
     return jnp.array(array)
 
 
 def _like(array: Array, template: ArrayLike) -> ArrayLike:
-    """Converts a restored array or key to the kind of leaf that it replaces.
+    """Converts a restored array or key to the type of the leaf that it replaces.
 
     Without a sharding it becomes an uncommitted array that nothing else refers to.
     """

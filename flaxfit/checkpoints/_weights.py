@@ -120,7 +120,7 @@ def load_weights(
         advice = "Pass the target that it was saved from, or say with partial= what to take."
         check_fits(on_disk, expected, source, advice=advice)
     else:
-        # The paths of bare parameters are those within the model already.
+        # Paths of bare parameters need no prefix removed.
         is_variables = isinstance(variables, Mapping) and "params" in variables
         taken = choose(on_disk, here, partial, source, path_in_variables if is_variables else str)
         arrays = {name: arrays[name] for name in taken}
@@ -136,7 +136,7 @@ def _variables(weights: PyTree) -> PyTree:
 
 
 def _keys(arrays: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> dict[str, jax.Array]:
-    """Returns the random keys among the arrays, of which the format stores only the words."""
+    """Rebuilds the random keys, as the format stores only their words."""
     try:
         kinds = json.loads(facts.get(_KEYS, "{}"))
         return {
@@ -148,7 +148,7 @@ def _keys(arrays: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> dict[st
 
 
 def _remove_left_over(target: Path) -> None:
-    """Removes temporary files of killed processes, unless so young that one may still write."""
+    """Removes temporary files of killed processes, but not recent files that may be in use."""
     for entry in target.parent.iterdir():
         if re.fullmatch(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}", entry.name):
             with contextlib.suppress(OSError):

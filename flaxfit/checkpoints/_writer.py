@@ -23,6 +23,8 @@ from flaxfit.distributed import from_main, is_main
 from flaxfit.state import Checkpoint, collect
 from flaxfit.tree import Array, Json
 
+# One writer of this process begins at a time: between waiting for the others and registering its
+# own save, no other writer may begin one in the same folder.
 _turn = threading.Lock()
 
 
@@ -37,7 +39,7 @@ class CheckpointFileWriter:
     for a folder, no other process can make one.
 
     In the `callbacks` of a loop, at any place, it saves the checkpoint that all other callbacks
-    return, the states of those with `get_state` and `set_state`, and the metrics of
+    return, the states of callbacks with `get_state` and `set_state`, and the metrics of
     `history.append`: a loop that resumes from it, with a `CheckpointFileReader` and the same
     callbacks, ends as if it had never been interrupted.
 
@@ -119,7 +121,7 @@ class CheckpointFileWriter:
         self._saving: Future[None] | None = None
         self._loop: Any = lambda: None
         self.last_saved: int | None = None
-        """The last step that is known to be on disk."""
+        """The last step known to be on disk."""
         self.saved_revision: tuple[int, ...] | None = None
         """The `revision` of the loop at that step, if the loop called this writer."""
         self._found: list[int] = from_main("the folder of checkpoints", self._open)
@@ -139,7 +141,7 @@ class CheckpointFileWriter:
     """It saves the checkpoint that the other callbacks return."""
 
     def attach(self, loop: Any) -> None:
-        """Saves the states of the callbacks of a loop from now on."""
+        """Attaches to a loop: saves its callbacks' states, too."""
         self._loop, self.last_saved, self.saved_revision = weakref.ref(loop), None, None
         self._is_unfinished = False
         self._retention.attach(loop, self)
@@ -170,7 +172,7 @@ class CheckpointFileWriter:
           checkpoint: what to save.
           history: the metrics of the run so far; JSON. None: the metrics of a `History` among the
             callbacks of the loop.
-          callback_states: the states of callbacks by their names; JSON. None: the states of the
+          callback_states: the states of callbacks by name; JSON. None: the states of the
             loop's callbacks.
 
         Returns:
@@ -193,7 +195,7 @@ class CheckpointFileWriter:
         step = int(checkpoint.step)
         path = self.output_dir / self._name(checkpoint)
         old = _folder.step_path(self.output_dir, step)
-        if self.last_saved == step:  # The step on disk may differ from this one.
+        if self.last_saved == step:  # The step on disk may have other content.
             self.last_saved = self.saved_revision = None
         self._retention.look(checkpoint)
         states, state_arrays = collect(getattr(loop, "callbacks", ()))
@@ -285,7 +287,7 @@ class CheckpointFileWriter:
         record: Record,
         revision: tuple[int, ...] | None,
     ) -> None:
-        """Starts a save, and submits the rest of it to the background thread."""
+        """Starts a save, and submits its completion to the background thread."""
         _end.close_at_end(self)
         self._writer = self._writer or StepWriter()
         self._executor = self._executor or ThreadPoolExecutor(1, "flaxfit-save")
@@ -303,7 +305,7 @@ class CheckpointFileWriter:
             self.wait()
 
     def _prepare(self, step: int) -> str:
-        """Makes the temporary folder of a step and returns its path, for all processes."""
+        """Makes the temporary folder of a step for all processes; returns its path."""
         _folder.make(self.output_dir)
         self._take_turn()
         return str(_folder.begin(self.output_dir, step))
@@ -314,7 +316,7 @@ class CheckpointFileWriter:
         say(f"{error}\nThe run continues without this checkpoint.")
 
     def _finish(self, save: StepSave, revision: tuple[int, ...] | None) -> None:
-        """Finishes a save, in the background, and deletes what it replaces."""
+        """Finishes a save in the background, and deletes the steps that it replaces."""
         step = save.step
         try:
             save.finish()

@@ -104,7 +104,7 @@ def as_stream(
 
 
 def one_pass(data: Data, *, batch_size: int | None = None) -> Iterator[PyTree]:
-    """Iterates over data exactly once, from its beginning: an endless stream for one epoch.
+    """Iterates over data exactly once, from its beginning; over an endless stream for one epoch.
 
     A second pass over a generator raises a `ValueError`.
 
@@ -134,7 +134,7 @@ def _array_stream(data: Data, epochs: int | None, options: dict[str, Any]) -> Ar
 
 
 def _check_unused(data: Data, options: dict[str, Any]) -> None:
-    """Refuses options for data sets where the data is batches."""
+    """Rejects data set options for data that is already batched."""
     names = [name for name in ("batch_size", "shuffle", "drop_remainder") if options[name]]
     wrong = [
         f"{name}={options[name]}" for name in names if getattr(data, name, None) != options[name]
@@ -147,7 +147,7 @@ def _check_unused(data: Data, options: dict[str, Any]) -> None:
 
 
 def _opener(data: Data, options: dict[str, Any]) -> OpenPass:
-    """A function from the epoch to an iterator over the batches of one pass."""
+    """Returns a function `epoch -> iterator over the batches of one pass`."""
     if isinstance(data, str | bytes | type):
         raise TypeError(f"Cannot read batches from {data!r:.60}. {_ACCEPTED}")
     if isinstance(data, list):
@@ -167,7 +167,6 @@ def _opener(data: Data, options: dict[str, Any]) -> OpenPass:
 
 
 def _settings(data: Data, options: dict[str, Any]) -> dict[str, Json]:
-    """The options that the batches depend on."""
     if options["shuffle"] and is_indexed(data):
         return {"shuffle": True, "seed": options["seed"]}
     if is_hugging_face(data) or (options["shuffle"] and callable(data)):
@@ -176,7 +175,7 @@ def _settings(data: Data, options: dict[str, Any]) -> dict[str, Json]:
 
 
 def _called(data: Data, epoch: int, options: dict[str, Any]) -> Iterator[PyTree]:
-    """One pass over the data that a callable returned."""
+    """Returns one pass over the data that a callable returned."""
     check_dense(data)
     if _is_data_set(data):
         stream = _array_stream(data, epoch + 1, options)

@@ -117,9 +117,10 @@ class ArrayStream:
         return batch
 
     def next_rows(self) -> np.ndarray:
-        """Advances by a batch, and returns its row numbers, those of all processes."""
+        """Advances by a batch, and returns its row numbers (for all processes)."""
         start = self._batch * self.batch_size
-        if not (self.shuffle or self.resident):  # Mapped data may have more rows than fit memory.
+        # Make no order of all rows: mapped data may have more row numbers than fit in memory.
+        if not (self.shuffle or self.resident):
             if self._is_over():
                 raise StopIteration
             self._advance()
@@ -130,9 +131,9 @@ class ArrayStream:
         return order[start : start + self.batch_size]
 
     def next_rows_of(self, n: int) -> list[tuple[np.ndarray, Json]]:
-        """Advances by up to `n` batches, to the end of the epoch at most.
+        """Advances by up to `n` batches, but not beyond the epoch.
 
-        Returns the row numbers of each, and the position after it.
+        Returns the row numbers of each batch, and the position after it.
         """
         order, first, size = self._ordered(), self._batch, self.batch_size
         last = min(first + n, self._n_batches)
@@ -147,12 +148,12 @@ class ArrayStream:
         return [*zip(rows, positions, strict=True)]
 
     def order_ahead(self) -> None:
-        """Shuffles the rows of an epoch that is about to begin, if there is one."""
+        """Shuffles the rows of the next epoch, if there is one, before its first batch."""
         if self._order is None and self.shuffle and not self._is_over():
             self._ordered()
 
     def pick(self, rows: slice | np.ndarray) -> tuple[PyTree, ...]:
-        """Returns the examples at a slice or at an array of row numbers, as a batch."""
+        """Returns the rows of a slice or of an array of row numbers, as a batch."""
         return self._structure.unflatten([column.pick(rows) for column in self._columns])
 
     def one_epoch(self) -> "ArrayStream":
@@ -198,18 +199,18 @@ class ArrayStream:
     def _rewind(self) -> None:
         self.epoch, self._batch, self._n_batches = 0, 0, len(self)
         self._order: np.ndarray | None = None
-        # Made once, as a loop may read the position at each step.
+        # Built once: a loop may read the position at each step.
         settings = ("batch_size", "shuffle", "seed", "drop_remainder")
         self._description = {name: getattr(self, name) for name in settings}
         self._description = {"length": self.n_examples, **self._description}
 
     def _ordered(self) -> np.ndarray:
-        """The row numbers in the order of this epoch."""
+        """Returns the row numbers in the order of this epoch."""
         if self._is_over():
             raise StopIteration
         if self._order is None:
             order = np.arange(self.n_examples, dtype=_row_dtype(self.n_examples))
-            if self.shuffle:  # The draws of `permutation(n)`, in half its memory.
+            if self.shuffle:  # Draws as `permutation(n)` does, in half the memory.
                 np.random.default_rng((self.seed, self.epoch)).shuffle(order)
             order.flags.writeable = False  # Callers get views of it.
             self._order = order
@@ -225,7 +226,7 @@ class ArrayStream:
 
 
 def _own_slice(rows: slice) -> slice:
-    """The part of a batch that this process takes."""
+    """Returns the rows of a batch that this process takes."""
     n, size = process_count(), rows.stop - rows.start
     if n == 1:
         return rows

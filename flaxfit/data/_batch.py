@@ -65,14 +65,14 @@ class Batch(NamedTuple):
 
 
 def normalize(item: PyTree, *, is_whole: bool = False) -> Batch:
-    """Brings an item of a stream into the form `Batch(inputs, targets, weights)`.
+    """Converts an item of a stream to `Batch(inputs, targets, weights)`.
 
     Lists count as tuples, since torch loaders yield lists. A mapping with the keys `x, y, w` or
     `inputs, targets, weights` names the parts; any other mapping is keyword inputs without
-    targets. A mapping as the inputs is passed to the model as keyword arguments. A NamedTuple whose
-    fields name the parts, such as `image, label`, holds these; any other NamedTuple, and a
-    dataclass that is a pytree, is one input. A batch that `is_whole` is neither padded nor divided:
-    its arrays may have any lengths, and numbers may be among them.
+    targets. Inputs that are a mapping are passed to the model as keyword arguments. The fields of a
+    NamedTuple may name the parts, such as `image, label`; any other NamedTuple, and a dataclass
+    that is a pytree, is one input. With `is_whole` the batch is neither padded nor divided: arrays
+    may have any lengths, and numbers are allowed.
     """
     if isinstance(item, Batch) and (item.weights is None or hasattr(item.weights, "dtype")):
         return checked_batch(item)
@@ -96,7 +96,7 @@ def checked_batch(item: Any) -> Batch:
     """Returns a batch that is in normal form already.
 
     Raises:
-      TypeError: it is not a `Batch`, or holds an array in place of a tuple.
+      TypeError: it is not a `Batch`, or holds an array instead of a tuple.
     """
     if not isinstance(item, Batch):
         raise TypeError(f"A step takes a Batch, Batch((x,), (y,)), got {type(item).__name__}.")
@@ -106,7 +106,7 @@ def checked_batch(item: Any) -> Batch:
 
 
 def detached(item: PyTree) -> PyTree:
-    """An item with copies of its NumPy arrays, since its source may reuse their memory."""
+    """Copies the NumPy arrays of an item, since its source may reuse their memory."""
     try:
         return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, item)
     except ValueError:  # JAX cannot sort its keys.
@@ -114,7 +114,7 @@ def detached(item: PyTree) -> PyTree:
 
 
 def parts_of(data: Data) -> tuple[PyTree, ...]:
-    """The inputs, targets and weights of a batch or of a data set, as far as they are given."""
+    """Returns the given parts of a batch or data set, in order: inputs, targets, weights."""
     if is_named(data):
         names = fields_by_part(data._fields)
         return tuple(name and getattr(data, name) for name in names) if names else (data,)
@@ -125,7 +125,7 @@ def parts_of(data: Data) -> tuple[PyTree, ...]:
 
 
 def three_parts(data: Data, owner: str) -> tuple[PyTree, PyTree, PyTree]:
-    """The inputs, targets and weights of a batch or of a data set; None for those not given."""
+    """Returns inputs, targets and weights of a batch or data set; None for a missing part."""
     parts = parts_of(data)
     if not 1 <= len(parts) <= 3:
         raise TypeError(
@@ -137,21 +137,21 @@ def three_parts(data: Data, owner: str) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def is_given(part: PyTree) -> bool:
-    """Whether a part of the data is anything but None or an empty tuple."""
+    """Returns whether a part of the data is neither None nor an empty tuple."""
     return not (part is None or (isinstance(part, tuple) and not part))
 
 
 def fields_by_part(fields: tuple[str, ...]) -> list[str | None] | None:
-    """The fields that hold inputs, targets and weights; None if a field holds anything else."""
+    """Returns the fields with inputs, targets and weights; None if any field is something else."""
     found = [[name for name in fields if name.lower() in names] for names in _FIELDS]
     is_whole = sum(map(len, found)) == len(fields) and max(map(len, found)) == 1 and found[0]
     return [each[0] if each else None for each in found] if is_whole else None
 
 
 def n_examples(batch: Batch) -> int:
-    """The number of examples in a batch; where arrays differ in length, that of its weights.
+    """Returns the number of examples in a batch.
 
-    Without weights it is that of the targets. A batch without either is one example.
+    If arrays differ in length, it is the length of the weights, else of the targets, else 1.
     """
     lengths = _lengths(batch)
     if len(lengths) != 1:
@@ -161,12 +161,12 @@ def n_examples(batch: Batch) -> int:
 
 
 def has_rows(batch: Batch) -> bool:
-    """Whether all arrays of a batch have as many rows; numbers among them have none."""
+    """Returns whether all arrays of a batch have the same length, and no leaf is a number."""
     return len(_lengths(batch)) == 1
 
 
 def describe(batch: Batch) -> str:
-    """The shapes of a batch by its parts."""
+    """Describes the shapes of a batch by part."""
     shapes = jax.tree.map(lambda leaf: leaf.shape, batch)
     return f"inputs {shapes.inputs}, targets {shapes.targets}, weights {shapes.weights}"
 
@@ -194,7 +194,7 @@ def _arrays(part: PyTree) -> PyTree:
 
 
 def _weights(weights: PyTree) -> PyTree:
-    """Weights in float32, also counts, masks and 16 bits, since many of them are added up."""
+    """Casts weights to float32, also counts, masks and 16-bit floats: sums need the precision."""
     if is_list_of_weights(weights):
         weights = by_output(weights)
     if isinstance(weights, Mapping):
@@ -205,7 +205,7 @@ def _weights(weights: PyTree) -> PyTree:
 
 
 def _array(leaf: ArrayLike) -> Array:
-    """The leaf as an array in the width that JAX computes in: 64 bits become 32."""
+    """Converts a leaf to an array in the width that JAX computes in: 64 bits become 32."""
     if isinstance(leaf, jax.Array):
         return widened(leaf)
     check_dense(leaf)

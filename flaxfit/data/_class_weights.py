@@ -1,4 +1,4 @@
-"""Weights of examples or tokens by their labels, of arrays and of the batches of a stream."""
+"""Weights of examples or tokens by label, for arrays and for batches of a stream."""
 
 import sys
 from collections import Counter
@@ -25,15 +25,14 @@ def weights_by_class(
     sample_weight: ArrayLike | None = None,
     all_of: PyTree = None,
 ) -> np.ndarray:
-    """The weight of the class of each example, or of each token; 1 unless given.
+    """Returns the class weight of each example or token; 1 unless given.
 
     Args:
       y: the targets, an array of labels or of one-hot rows.
-      class_weight: weights by label, or "balanced": `n / (classes * count)`, where the counts are
-        those of the labels whose `sample_weight` is not 0. That is what scikit-learn's
-        `compute_class_weight` returns.
+      class_weight: weights by label, or "balanced": `n / (classes * count)`, counting only labels
+        whose `sample_weight` is not 0, as in scikit-learn's `compute_class_weight`.
       sample_weight: the weights of the examples or tokens.
-      all_of: the targets of which `y` is a part, in which the labels of `class_weight` must occur.
+      all_of: all targets, if `y` is a part of them; each label of `class_weight` must occur there.
     """
     read = _LabelReader()
     every = read(y if all_of is None else all_of)
@@ -55,7 +54,7 @@ def weights_by_class(
 def balanced_by_pass(
     data: Data, batch_size: int | None = None, form: Callable[[PyTree], PyTree] = lambda item: item
 ) -> dict[int, float]:
-    """The "balanced" weights of the labels in data, counted in a pass that leaves it as it was.
+    """Returns "balanced" class weights, counted in a pass that does not change the data.
 
     >>> balanced_by_pass([(np.zeros(3), np.array([0, 0, 0])), (np.zeros(1), np.array([1]))])
     {0: 0.6666666666666666, 1: 2.0}
@@ -63,10 +62,10 @@ def balanced_by_pass(
     Args:
       data: what `fit` takes as batches.
       batch_size: the number of examples in a batch of a data set.
-      form: brings an item with columns into the form `(inputs, targets, weights)`.
+      form: converts an item with columns to `(inputs, targets, weights)`.
 
     Raises:
-      ValueError: the data has no end, or a pass over it may change those that follow.
+      ValueError: the data is endless, or a pass over it may change later passes.
     """
     read = _LabelReader(of_batches=True)
     parts = (_three_parts(form(item)) for item in _read_apart(data, batch_size))
@@ -79,7 +78,7 @@ def balanced_by_pass(
 
 
 def _read_apart(data: Data, batch_size: int | None) -> Iterable[PyTree]:
-    """All batches of data, read without a change to its position, its order or its random draws."""
+    """Reads all batches of data without changing its position, order or random draws."""
     if isinstance(data, ArrayStream):  # All rows, those of other processes and remainders too.
         size = data.batch_size
         return (data.pick(slice(i, i + size)) for i in range(0, data.n_examples, size))
@@ -98,7 +97,7 @@ def _read_apart(data: Data, batch_size: int | None) -> Iterable[PyTree]:
 
 
 class ClassWeightedStream:
-    """The batches of a stream, weighted by class; its position is that of the stream.
+    """Weights the batches of a stream by class; its position is the stream's.
 
     >>> stream = ClassWeightedStream(iter([(np.zeros(2), np.array([0, 1]))]), {1: 3.0})
     >>> next(stream)[2].tolist()
@@ -107,7 +106,7 @@ class ClassWeightedStream:
     Args:
       stream: the stream.
       class_weight: weights by integer label; 1 for labels not named.
-      form: brings an item with columns into the form `(inputs, targets, weights)`.
+      form: converts an item with columns to `(inputs, targets, weights)`.
     """
 
     def __init__(
@@ -137,12 +136,12 @@ class ClassWeightedStream:
         return self._weighted(next(self._stream))
 
     def whole(self) -> PyTree:
-        """All examples as one batch; None if the stream cannot give them."""
+        """Returns all examples as one batch, or None if the stream cannot."""
         whole = self._stream.whole() if hasattr(self._stream, "whole") else None
         return None if whole is None else self._weighted(whole)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the stream that a loop reads; rows have no weights."""
+        """Passes on the attributes that a loop reads, but not `next_rows`: rows have no weights."""
         if name not in ("get_state", "set_state", "epoch", "shared", "is_repeatable", "close"):
             raise AttributeError(name)
         return getattr(self._stream, name)
@@ -168,11 +167,11 @@ WEIGHTS_BY_OUTPUT = (
 
 
 class _LabelReader:
-    """Reads labels from targets; the first ones decide whether rows are one-hot, or soft labels.
+    """Reads labels from targets; the first targets decide whether rows are one-hot or soft.
 
     Args:
-      of_batches: whether the targets come in batches. The first batch cannot
-        show whether integers are one-hot rows or the labels of tokens.
+      of_batches: whether the targets come in batches. The first batch cannot show whether integers
+        are one-hot rows or token labels.
     """
 
     def __init__(self, *, of_batches: bool = False):
@@ -180,7 +179,7 @@ class _LabelReader:
         self._are_rows: bool | None = None
 
     def __call__(self, y: PyTree) -> np.ndarray:
-        """Labels as integers or floats."""
+        """Returns labels as integers or floats."""
         while isinstance(y, list | tuple) and len(y) == 1:
             (y,) = y
         if not is_array(y):
@@ -203,8 +202,8 @@ class _LabelReader:
     def _check_rows(self, labels: np.ndarray, are_rows: bool) -> None:
         if self._are_rows and not are_rows:
             raise ValueError(
-                "class_weight read the targets y of earlier batches as one-hot rows, but those of "
-                f"this batch are not. {_ADVICE}"
+                "class_weight read the targets y of earlier batches as one-hot rows, but this "
+                f"batch has other targets. {_ADVICE}"
             )
         is_first = self._of_batches and self._are_rows is None
         if is_first and are_rows and labels.dtype.kind in "biu":
@@ -218,7 +217,6 @@ _ADVICE = "Pass one-hot rows as floats, or weights of tokens instead of class_we
 
 
 def _checked(class_weight: Any, alternative: str = "") -> Mapping[int, float]:
-    """Class weights, a mapping of labels to weights."""
     if not isinstance(class_weight, Mapping):
         raise TypeError(
             f"class_weight must map labels to weights, such as {{0: 1.0, 1: 2.5}}{alternative}, "
@@ -233,7 +231,7 @@ def _checked(class_weight: Any, alternative: str = "") -> Mapping[int, float]:
 
 
 def _balanced(parts: Iterable[tuple[np.ndarray, ArrayLike | None]]) -> dict[Any, float]:
-    """Weights by label, from the labels and weights of parts of the data."""
+    """Returns weights by label, from labels and weights of parts of the data."""
     counts = Counter()
     for labels, weights in parts:
         if weights is not None:
@@ -246,7 +244,7 @@ def _balanced(parts: Iterable[tuple[np.ndarray, ArrayLike | None]]) -> dict[Any,
 
 
 def _looked_up(labels: np.ndarray, class_weight: Mapping[int, float]) -> np.ndarray:
-    """The weights of labels; a label that is not named has the weight 1."""
+    """Looks up the weights of labels; other labels have the weight 1."""
     if not class_weight:
         return np.ones(labels.shape, np.float32)
     names = np.array(sorted(class_weight))

@@ -1,4 +1,4 @@
-"""The arrays of a data set: their common number of rows, and the selection of rows."""
+"""Columns: selects rows of the arrays of a data set, and checks their common length."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,27 +30,27 @@ class Column:
         self.nbytes = array.size * self._dtype.itemsize
         self.is_mapped = mapping_of(array) is not None
         if self.is_mapped:
-            # Narrowing a memory-mapped file here would read all of it.
+            # Do not narrow here: that would read the whole file.
             pick = MappedArray(array).pick
             self._pick = pick if chosen is None else lambda rows: pick(chosen[rows])
         else:
             self._pick = _picker(narrow(array, self._dtype))
 
     def pick(self, rows: Rows) -> np.ndarray:
-        """The rows at a slice (a view, if possible) or at an array of row numbers."""
+        """Returns the rows of a slice (a view, if possible) or of an array of row numbers."""
         picked = self._pick(rows)
         return picked if picked.dtype == self._dtype else narrow(picked, self._dtype)
 
 
 def _picker(array: np.ndarray) -> Callable[[Rows], np.ndarray]:
-    # `take` is fastest, but copies the whole array first if it is not contiguous.
+    # `take` is fastest, but first copies a whole array that is not contiguous.
     if array.flags.c_contiguous and array.flags.aligned:
         return lambda rows: array[rows] if isinstance(rows, slice) else array.take(rows, axis=0)
     return array.__getitem__
 
 
 def common_length(parts: Sequence[PyTree], names: Sequence[str] = ("x", "y", "w")) -> int:
-    """Checks that the parts of a data set are arrays of as many rows, and returns their number."""
+    """Returns the number of rows of a data set; checks that all parts are arrays of that length."""
     n, first = None, ""
     for path, leaf in jax.tree.leaves_with_path(parts, is_leaf=is_sparse):
         name = names[int(path[0].idx)] + jax.tree_util.keystr(path[1:])

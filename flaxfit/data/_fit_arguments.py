@@ -1,4 +1,4 @@
-"""The data arguments of `fit`, `evaluate` and `predict`, brought into one form."""
+"""Converts the data arguments of `fit`, `evaluate` and `predict` to one form."""
 
 from collections.abc import Mapping, Sequence
 
@@ -30,7 +30,7 @@ def prepare(
     seed: int = 0,
     outputs: Sequence[str] = (),
 ) -> tuple[Data, Data]:
-    """The data to train on and to validate on: arrays as `(x, y, weights)`, other data unchanged.
+    """Returns training and validation data: arrays as `(x, y, weights)`, other data unchanged.
 
     Without `y`, a tuple or a mapping of arrays is a data set, `(x, y)` or `(x, y, weights)`; a
     list is a sequence of batches, unless it is made of numbers. Weights may be a mapping by the
@@ -62,15 +62,15 @@ def prepare(
     x, y, w = arrays
     if isinstance(w, Mapping):
         raise ValueError(WEIGHTS_BY_OUTPUT)
-    # Validation data is not weighted by class.
+    # Class weights apply to training data only.
     by_class = weights_by_class(y, class_weight, w, all_of=all_y)
     return (x, y, by_class if w is None else product(w, by_class)), validation_data
 
 
 def prepare_inputs(x: Data) -> Data:
-    """The data to predict: arrays, all of them inputs, as `(x, None, None)`, other data unchanged.
+    """Returns data to predict: arrays as inputs `(x, None, None)`, other data unchanged.
 
-    A list of arrays is several inputs, as for `fit` with a `y`.
+    A list of arrays is several inputs, as in `fit` with a `y`.
     """
     is_inputs = not _is_list(x) or all(is_array(part) or _is_numbers(part) for part in x)
     return (as_arrays(x), None, None) if is_inputs and _holds_arrays(x) else x
@@ -121,7 +121,7 @@ def _arrays_of(
     owner: str = "x",
     outputs: Sequence[str] = (),
 ) -> tuple[PyTree, ...] | None:
-    """The inputs, targets and weights of a data set as arrays; None if the data is batches."""
+    """Returns inputs, targets and weights of a data set as arrays; None if the data is batches."""
     if y is not None:
         if not _holds_arrays(data) or _is_list(data) and any(map(_is_batch, data)):
             return None
@@ -158,19 +158,19 @@ def _arrays_of(
 
 
 def _is_pair(data: Data) -> bool:
-    """Whether a list is `[x, y]` or `[x, y, weights]`, as in Keras, rather than batches."""
+    """Returns whether a list is Keras's `[x, y]` or `[x, y, weights]` rather than batches."""
     if not _is_list(data) or not 2 <= len(data) <= 3 or not _holds_arrays(data):
         return False
     return any(is_array(part) or _is_numbers(part) for part in data[:2])
 
 
 def _is_list(data: Data) -> bool:
-    """Whether data is a list of arrays or of other objects, rather than of numbers."""
+    """Returns whether data is a list of arrays or of other objects, rather than of numbers."""
     return isinstance(data, list) and not _is_numbers(data)
 
 
 def _is_numbers(part: PyTree) -> bool:
-    """Whether a part of the data is a (nested) list of numbers, or of text."""
+    """Returns whether a part of the data is a (nested) list of numbers, or of text."""
     if not isinstance(part, list | tuple) or is_named(part):
         return False
     while isinstance(part, list | tuple) and part:
@@ -189,5 +189,5 @@ def _holds_arrays(part: PyTree) -> bool:
 
 
 def _is_batch(part: PyTree) -> bool:
-    """Whether an element of a list is a tuple, such as a pair of inputs and targets."""
+    """Returns whether an element of a list is a tuple, such as a pair of inputs and targets."""
     return isinstance(part, list | tuple) and not _is_numbers(part)

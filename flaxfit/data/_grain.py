@@ -1,4 +1,4 @@
-"""Shards and worker processes of Grain loaders, found without importing Grain."""
+"""Handles shards and worker processes of Grain loaders, without importing Grain."""
 
 import contextvars
 from collections.abc import Callable, Iterator
@@ -11,9 +11,9 @@ from flaxfit.tree import Data
 
 
 def reads_own_shard(data: Data) -> bool:
-    """Whether the shard options of a loader select the shard of this process.
+    """Returns whether a loader's shard options select this process's shard.
 
-    `grain.sharding.ShardByJaxProcess` makes such options. A slice of a data set is not recognized.
+    `grain.sharding.ShardByJaxProcess` makes these options. A sliced data set is not recognized.
     """
     options = getattr(data, "_shard_options", None)
     shard = (getattr(options, "shard_index", None), getattr(options, "shard_count", None))
@@ -21,10 +21,10 @@ def reads_own_shard(data: Data) -> bool:
 
 
 def _watching_parent(init: Callable[[], None] | None) -> Callable[[], None]:
-    """The init function of a worker that also watches its parent."""
+    """Wraps a worker's init function to end the worker when its parent ends."""
 
     def start() -> None:
-        # Pickled by value, imports and all: else each worker would import flaxfit and JAX.
+        # Import here: the function is pickled by value, so no worker imports flaxfit and JAX.
         import multiprocessing
         import os
         import threading
@@ -44,13 +44,13 @@ def _watching_parent(init: Callable[[], None] | None) -> Callable[[], None]:
 
 
 def passes_over(data: Data) -> OpenPass:
-    """Opens passes over a pipeline; says at the second that its random order repeats."""
+    """Opens passes over a pipeline; the second pass reports that the random order repeats."""
     nodes = list(_nodes(data))
     for node in nodes:
-        # Grain ends its workers only when this process exits normally: else they wait forever.
+        # Grain ends its workers only at a normal exit; after a kill they would wait forever.
         if hasattr(node, "_worker_init_fn") and not hasattr(node._worker_init_fn, "watches_parent"):
             node._worker_init_fn = _watching_parent(node._worker_init_fn)
-    context = contextvars.copy_context()  # Notices may be turned off here.
+    context = contextvars.copy_context()  # Of this thread, which may have turned notices off.
     names = " ".join(type(node).__name__ for node in nodes)
     notices = [_REPEATS] if "Shuffle" in names or "Random" in names else []
 
@@ -69,7 +69,7 @@ _REPEATS = (
 
 
 def _nodes(data: Data) -> Iterator[Any]:
-    """The parts of a pipeline, without repetition."""
+    """Yields each part of a pipeline once."""
     nodes, seen = [data], set()
     while nodes:
         node = nodes.pop()

@@ -1,4 +1,4 @@
-"""Batches by index, such as a PyDataset of Keras, in an order of the seed and the epoch."""
+"""Batches by index, such as a Keras PyDataset, in an order that depends on seed and epoch."""
 
 import sys
 import weakref
@@ -15,9 +15,9 @@ from flaxfit.tree import Data, Json, PyTree
 
 
 def is_indexed(data: Data) -> bool:
-    """Whether data gives batches by index: a PyDataset of Keras, or `__getitem__` and `__len__`.
+    """Returns whether data gives batches by index: a Keras PyDataset, or `__getitem__`, `__len__`.
 
-    Data with an `__iter__` of its own is iterated over, unless it has `on_epoch_end`.
+    Data with its own `__iter__` is iterated over, unless it has `on_epoch_end`.
     """
     if isinstance(data, list | tuple | type):
         return False
@@ -28,7 +28,7 @@ def is_indexed(data: Data) -> bool:
 
 
 def n_batches(data: Data) -> int:
-    """The number of batches by index in a pass; where there is no length, they have no end."""
+    """Returns the number of batches in a pass; without a length, `sys.maxsize` (endless)."""
     try:
         return len(data)
     except TypeError:
@@ -36,7 +36,7 @@ def n_batches(data: Data) -> int:
 
 
 class IndexedBatches:
-    """Opens passes over batches by index, and tells the data where they begin and end.
+    """Opens passes over batches by index, and calls the data's hooks at their begin and end.
 
     The order of an epoch is `np.random.default_rng((seed, epoch)).permutation(n)` if it is
     shuffled, where `n` is the length of the data when the pass begins.
@@ -46,11 +46,11 @@ class IndexedBatches:
         self.data, self._shuffle, self._seed = data, shuffle, seed
         n, n_ahead = (getattr(data, name, 0) for name in ("workers", "max_queue_size"))
         self.n_threads = n if isinstance(n, int) and n > 1 else 1
-        """How many threads read batches, as a PyDataset says."""
+        """The number of reading threads, a PyDataset's `workers`."""
         self.n_ahead = max(self.n_threads, n_ahead if isinstance(n_ahead, int) else 0)
-        """How many batches they read ahead at most."""
+        """The maximum number of batches to read ahead."""
         self.n_ended = 0
-        """How often `on_epoch_end` was called."""
+        """The number of calls of `on_epoch_end`."""
         self._is_begun = False
 
     def __call__(self, epoch: int) -> "IndexedPass":
@@ -58,7 +58,7 @@ class IndexedBatches:
         return IndexedPass(self, epoch)
 
     def order(self, epoch: int) -> Sequence[int]:
-        """The indices of the batches of an epoch, in their order."""
+        """Returns the order of the batch indices in an epoch."""
         n = n_batches(self.data)
         if not self._shuffle:
             return range(n)
@@ -83,11 +83,11 @@ class IndexedBatches:
 
 
 class IndexedPass(Iterator[PyTree]):
-    """One pass over batches by index, which knows its position.
+    """One pass over batches by index, with a position.
 
     `on_epoch_begin` is called before the first batch is read and `on_epoch_end` after the last.
-    Reading ahead calls them early, but always once per pass. Where several threads read, the order
-    stays the same, and what they have read ahead is not part of the position.
+    Reading ahead calls them early, but always once per pass. Several threads keep the order, and
+    batches read ahead are not part of the position.
     """
 
     def __init__(self, batches: IndexedBatches, epoch: int):
@@ -111,13 +111,13 @@ class IndexedPass(Iterator[PyTree]):
         return batch
 
     def _read(self, order: Sequence[int]) -> PyTree:
-        """Reads the next batch, and has threads read those after it."""
+        """Returns the next batch; threads read later batches ahead."""
         read = self._batches.data.__getitem__
         if self._batches.n_threads == 1:
             return read(order[self._n_read])
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._batches.n_threads, "flaxfit-read")
-            # An abandoned pass, such as one that fetches only the first batch, reads no further.
+            # An abandoned pass (one that fetches only the first batch, say) stops reading.
             weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
         done = self._n_read + len(self._ahead)
         for index in order[done : self._n_read + self._batches.n_ahead]:
@@ -142,12 +142,12 @@ class IndexedPass(Iterator[PyTree]):
         return {"batch": self._n_read, "ended": self._batches.n_ended}
 
     def set_state(self, state: dict[str, Json]) -> None:
-        """Moves to a position; calls the data's hooks for earlier passes that it has not seen."""
+        """Moves to a position; calls the data's hooks for earlier passes that it has missed."""
         while self._batches.n_ended < state["ended"]:
             self._batches.begin_pass()
             self._batches.end_pass()
         self._n_read = state["batch"]
-        # At the end of a pass, the next one does not begin yet.
+        # At the end of a pass, do not begin the next one yet.
         is_over = self._n_read >= n_batches(self._batches.data)
         self._order = [] if is_over else None
 

@@ -22,22 +22,22 @@ class IterableStream:
     """
 
     open_pass: Callable[[int], Iterator[PyTree]]
-    """Returns the iterator over the batches of an epoch; called when its first batch is needed."""
+    """`epoch -> iterator over its batches`; called when the first batch is needed."""
     _: dataclasses.KW_ONLY
     name: str = "data"
     """The data's name in messages."""
     once: bool = False
-    """Whether all passes share one iterator, which ends only once."""
+    """Whether all passes share one iterator, which can end only once."""
     epochs: int | None = 1
     """The number of passes; None repeats forever."""
     start: int = 0
     """The epoch of the first pass."""
     is_apart: bool = False
-    """Whether the stream stops after each pass, and the next call begins another."""
+    """Whether the stream stops after each pass, and the next call begins a new pass."""
     n_batches: int | None = None
     """The number of batches in a pass, if known."""
     settings: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-    """Other settings that the batches depend on; saved with a position, and compared."""
+    """Other settings that the batches depend on; saved with a position, and compared on resume."""
     shared: bool = True
     """Whether the batches are the same in every process."""
 
@@ -52,7 +52,7 @@ class IterableStream:
         return not self.once
 
     def __len__(self) -> int:
-        """The number of batches in an epoch, if the data knows it."""
+        """Returns the number of batches in an epoch, if the data knows it."""
         if self.n_batches is None:
             raise TypeError(f"A stream of {self.name} does not know its length.")
         return self.n_batches
@@ -84,22 +84,22 @@ class IterableStream:
         raise StopIteration
 
     def one_epoch(self) -> "IterableStream":
-        """A fresh stream of one pass over the same data."""
+        """Returns a fresh stream of one pass over the same data."""
         return self.passes(1)
 
     def passes(
         self, epochs: int | None, *, start: int = 0, is_apart: bool = False
     ) -> "IterableStream":
-        """A fresh stream of passes over the same data."""
+        """Returns a fresh stream of passes over the same data."""
         return dataclasses.replace(self, epochs=epochs, start=start, is_apart=is_apart)
 
     def close(self) -> None:
-        """Closes the pass that is open, and returns to the beginning, if the data can."""
+        """Closes the open pass and returns to the beginning, if the data allows it."""
         if not self.once:
             self._rewind()
 
     def get_state(self) -> dict[str, Json]:
-        """The position after the last delivered batch, with a description of the data."""
+        """Returns the position after the last delivered batch, with a description of the data."""
         state: dict[str, Json] = {"delivered": self._delivered, "data": dict(self._description)}
         if self.start:
             state["start"] = self.start
@@ -111,10 +111,10 @@ class IterableStream:
         return state
 
     def set_state(self, state: dict[str, Json]) -> None:
-        """Moves to a position that `get_state` gave, by skipping where there is no other way.
+        """Moves to a position that `get_state` gave, by skipping batches if necessary.
 
         Raises:
-          ValueError: the position belongs to other data, or to more of it, or lies behind an
+          ValueError: the position belongs to other or longer data, or to an earlier batch of an
             iterator that cannot go back.
         """
         check_own(state)
@@ -136,7 +136,8 @@ class IterableStream:
                 f"Cannot go back from batch {self._delivered:,} to {n:,} of a {self.name}, which "
                 "can be iterated only once: pass a callable that returns a new one."
             )
-        # Opening the data again may change its order: a generator of random numbers has moved.
+        # Reopen only if necessary: a random generator in the data has advanced, so a new pass may
+        # have another order.
         if not self.once and (is_behind or self._error is not None):
             self._rewind()
         self._skip(n - self._delivered, saved)
@@ -144,7 +145,7 @@ class IterableStream:
             self._end_pass()
 
     def _restore(self, state: dict[str, Json]) -> None:
-        """Moves to a position that holds the iterator's own."""
+        """Restores a position that contains the iterator's own position."""
         self._rewind()
         self.epoch, self._delivered = state["epoch"], state["delivered"]
         self._keeps = True
@@ -183,8 +184,8 @@ class IterableStream:
                 self._check(saved)
 
     def _check(self, saved: Json) -> None:
-        """Compares the descriptions of the data, as far as both are known."""
-        if saved is not None:  # Positions saved by older versions have none.
+        """Compares the saved description of the data with the current one, if both are known."""
+        if saved is not None:  # Older versions saved none.
             is_known = _FIRST in self._description and _FIRST in saved
             check_description(saved, self._description, but_for=None if is_known else _FIRST)
 
@@ -214,7 +215,7 @@ class IterableStream:
 
     def _rewind(self) -> None:
         self.epoch = self.start
-        """How many passes are complete: a pass is, once the batch after its last was requested."""
+        """The number of completed passes; a pass completes when a batch after its last is due."""
         self._delivered = 0
         self._iterator: Any = None
         self._keeps = False

@@ -1,4 +1,4 @@
-"""Iteration over the batches of other libraries' data, without importing these libraries."""
+"""Iterates over batches of other libraries' data, without importing these libraries."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,27 +14,27 @@ OpenPass = Callable[[int], Iterator[PyTree]]
 
 
 def comes_from(data: object, module: str) -> bool:
-    """Whether the type of an object, or one of its base types, is defined in a module."""
+    """Returns whether the type of an object, or a base type, is defined in a module."""
     names = (cls.__module__ + "." for cls in type(data).__mro__)
     return any(name.startswith(module + ".") for name in names)
 
 
 def regular_size(batch_size: int | None) -> int:
-    """The batch size of data sets: 32 unless given."""
+    """Returns the batch size of data sets, 32 unless given."""
     return 32 if batch_size is None else whole_number("batch_size", batch_size)
 
 
 def is_hugging_face(data: Data) -> bool:
-    """Whether data is a dataset of Hugging Face, which has no batches of its own."""
+    """Returns whether data is a Hugging Face dataset, which has no batches of its own."""
     return comes_from(data, "datasets") and hasattr(data, "with_format")
 
 
 def opener(data: Data, **options: Any) -> OpenPass | None:
-    """Opens a pass over the data of a library that needs special treatment; None for other data.
+    """Returns a function that opens a pass, for libraries that need it; None for other data.
 
     The options `batch_size`, `shuffle`, `seed` and `drop_remainder` are for data without batches.
     """
-    # First: Hugging Face's iterable dataset inherits from torch's where torch is imported.
+    # First: Hugging Face's iterable dataset inherits from torch's if torch is imported.
     if is_hugging_face(data):
         return lambda epoch: _hugging_face_batches(data, epoch, **options)
     if comes_from(data, "torch.utils.data.dataset"):
@@ -50,7 +50,7 @@ def opener(data: Data, **options: Any) -> OpenPass | None:
 
 
 def length(data: Data, batch_size: int | None, drop_remainder: bool) -> int | None:
-    """The number of batches in a pass, if the data knows it."""
+    """Returns the number of batches in a pass, if the data knows it."""
     # The length of an endless data set of TensorFlow is an error.
     is_tensorflow = hasattr(data, "as_numpy_iterator") and hasattr(data, "cardinality")
     if is_tensorflow and int(data.cardinality()) == -1:

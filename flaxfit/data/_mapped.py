@@ -9,32 +9,32 @@ import numpy as np
 from flaxfit.tree import ArrayLike
 
 _KEEP = 64 * 2**20
-# Reading one page may map as much around it, the unit of the system's page cache.
+# Reading a page may map this many bytes around it, the unit of the system's page cache.
 _AROUND = 2 * 2**20
 
 
 def mapping_of(array: np.ndarray) -> mmap.mmap | None:
-    """The memory-mapped file that an array lies in, or None."""
+    """Returns the memory-mapped file of an array, or None."""
     return next((base for base in _bases(array) if isinstance(base, mmap.mmap)), None)
 
 
 class MappedArray:
-    """An array in a memory-mapped file, which releases the pages that it has read.
+    """An array in a memory-mapped file that releases the pages it has read.
 
-    They would count as memory of the process, in the end as much as the file is large. Views of
-    the array stay valid: a page that is needed again is read again.
+    Else the pages would count as memory of the process, up to the size of the file. Views of the
+    array stay valid: a page that is needed again is read again.
     """
 
     def __init__(self, array: np.ndarray):
         self._array = array
         modes = {base.mode for base in _bases(array) if isinstance(base, np.memmap)}
-        # Changes to a copy-on-write mapping exist nowhere but in the pages.
+        # Changes to a copy-on-write mapping exist only in its pages: releasing would lose them.
         safe = modes and "c" not in modes and hasattr(mmap, "MADV_DONTNEED")
         self._mapping = mapping_of(array) if safe else None
         self._read = 0
 
     def pick(self, rows: slice | np.ndarray) -> np.ndarray:
-        """The rows at a slice, as a view, or at an array of row numbers, a few at a time."""
+        """Returns the rows of a slice, as a view, or of row numbers, copied in chunks."""
         if isinstance(rows, slice):
             picked = self._array[rows]
             self._release_after(picked.nbytes)
@@ -49,15 +49,16 @@ class MappedArray:
         return picked
 
     def _release_after(self, n_bytes: int) -> None:
-        """Counts the bytes read, and releases all pages when they are many."""
+        """Counts the bytes read, and releases all pages above a limit."""
         self._read += n_bytes
         if self._read >= _KEEP and self._mapping is not None:
+            # Drops clean pages only from this process: the page cache keeps them for a next read.
             self._mapping.madvise(mmap.MADV_DONTNEED)
             self._read = 0
 
 
 class MappedRows:
-    """Rows of a memory-mapped array, by their numbers, which are read when they are needed."""
+    """Selected rows of a memory-mapped array, read on demand."""
 
     def __init__(self, array: np.ndarray, rows: np.ndarray):
         self.array, self.rows = array, rows
@@ -71,13 +72,13 @@ class MappedRows:
 
 
 def rows_at(array: ArrayLike, rows: np.ndarray) -> ArrayLike:
-    """The rows of an array; of a memory-mapped one without reading them."""
+    """Selects rows of an array; does not read them if it is memory-mapped."""
     array = np.asarray(array)
     return array[rows] if mapping_of(array) is None else MappedRows(array, rows)
 
 
 def _bases(array: ArrayLike) -> Iterator[object]:
-    """An array and the arrays that it is a view of, down to the owner of the memory."""
+    """Yields an array and the bases that it is a view of, down to the owner of the memory."""
     while array is not None:
         yield array
         array = getattr(array, "base", None)

@@ -1,4 +1,4 @@
-"""pack: sequences of tokens in rows of one length, several in a row."""
+"""pack: several token sequences in each row, in rows of one length."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def pack(
     split: bool = False,
     **options: Any,
 ) -> ArrayStream:
-    """Packs sequences of tokens into rows of one length, several in a row.
+    """Packs token sequences into rows of one length, several in each row.
 
     In the given order, each sequence goes into the first row that has room for it. A batch is
     `({"tokens": ..., "segment_ids": ..., "positions": ...}, targets, weights)`, each array of shape
@@ -65,7 +65,7 @@ def pack(
         array.reshape(-1)[places] = values
         return array
 
-    # Without empty lists, which are arrays of floats.
+    # Leave out empty lists: they become float arrays.
     tokens, targets, weights = (
         placed(np.concatenate([each for each in part if len(each)])) for part in parts
     )
@@ -79,7 +79,7 @@ def _parts(
     targets: Iterable[ArrayLike] | None,
     weights: Iterable[ArrayLike] | None,
 ) -> tuple[_Arrays, _Arrays, _Arrays]:
-    """The inputs, targets and weights of each sequence, one number for each place."""
+    """Returns the inputs, targets and weights of each sequence, one number per position."""
     tokens = list(map(np.asarray, sequences))
     for at, each in enumerate(tokens):
         if each.ndim != 1 or (len(each) and each.dtype.kind not in "iu"):
@@ -96,7 +96,7 @@ def _parts(
 
 
 def _matching(name: str, part: Iterable[ArrayLike], tokens: _Arrays) -> _Arrays:
-    """The targets or weights as arrays, which are as long as the sequences."""
+    """Converts targets or weights to arrays, and checks that they have the sequences' lengths."""
     arrays = list(map(np.asarray, part))
     if len(arrays) != len(tokens):
         raise ValueError(f"There are {len(tokens):,} sequences but {len(arrays):,} {name}.")
@@ -110,7 +110,7 @@ def _matching(name: str, part: Iterable[ArrayLike], tokens: _Arrays) -> _Arrays:
 
 
 def _check_sizes(sizes: Sequence[int], length: int, split: bool) -> None:
-    """Checks that there is something to pack, and that it fits into rows."""
+    """Checks that there are tokens to pack, and that they fit into rows."""
     longest = max(sizes, default=0)
     if not longest:
         raise ValueError(
@@ -126,10 +126,10 @@ def _check_sizes(sizes: Sequence[int], length: int, split: bool) -> None:
 
 
 def _first_fit(sizes: Sequence[int], length: int) -> np.ndarray:
-    """The rows of pieces, their offsets in these rows, and their numbers there from 1.
+    """Returns the row of each piece, its offset there, and its number in the row, from 1.
 
-    Rows are the leaves of a binary tree whose nodes hold the largest room below them, so that the
-    first row with enough room is found in logarithmic time.
+    Rows are the leaves of a binary tree whose nodes hold the largest free room below them, which
+    finds the first row with enough room in logarithmic time.
     """
     n_leaves = 1 << (len(sizes) - 1).bit_length()
     room = [length] * (2 * n_leaves)

@@ -12,9 +12,9 @@ _EACH = "of_each_process"
 
 
 def describe_batch(batch: PyTree) -> list[str]:
-    """The dtypes, lengths and ranks of the arrays of a batch, such as "float32[8, :, :]".
+    """Returns dtypes, lengths and ranks of the arrays of a batch, such as "float32[8, :, :]".
 
-    Other dimensions may change with the order, if a loader pads each batch to its longest row.
+    Other dimensions depend on the order if a loader pads each batch to its longest row.
     """
 
     def describe(leaf: ArrayLike) -> str:
@@ -29,7 +29,7 @@ def describe_batch(batch: PyTree) -> list[str]:
 def check_description(
     saved: Mapping[str, Json], here: Mapping[str, Json], *, but_for: str | None = None
 ) -> None:
-    """Checks the description saved with a position against that of the present data.
+    """Checks the description saved with a position against the current data.
 
     The item `but_for` may differ.
     """
@@ -43,22 +43,22 @@ def check_description(
 
 
 def joined_position(position: Json) -> Json:
-    """Joins the positions of all processes, all of which must call it, to one if they are equal."""
+    """Merges the positions of all processes if they agree; every process must call it."""
     each = exchange("the position in the data", position, seconds=3600)
     is_one = len({*map(position_text, each)}) == 1
     return each[0] if is_one else {_EACH: each}
 
 
 def position_text(position: Json) -> str:
-    """A position as a text that is equal in all processes at that position.
+    """Converts a position to text that is equal in all processes.
 
-    Grain's positions hold the `repr` of their source, which may contain an address.
+    Grain's positions hold the `repr` of their source, which may contain a memory address.
     """
     return re.sub(" at 0x[0-9a-f]+", "", str(position))
 
 
 def own_position(position: Json) -> Json:
-    """This process's part of a joined position, or all of it if it has another number of parts."""
+    """Returns this process's part of a joined position, or all if the number of parts differs."""
     is_joined = isinstance(position, Mapping) and _EACH in position
     if not is_joined or len(position[_EACH]) != process_count():
         return position
@@ -66,12 +66,12 @@ def own_position(position: Json) -> Json:
 
 
 def check_own(position: Mapping[str, Json]) -> None:
-    """Checks that a position does not join those of another number of processes."""
+    """Checks that a position is not joined from another number of processes."""
     if _EACH in position:
         n, now = len(position[_EACH]), process_count()
         raise ValueError(
-            f"Cannot resume with {now} process{'es' * (now > 1)}, since each of {n} read its own "
-            f"share of the data, at its own position. Start {n} processes, or read the data from "
+            f"Cannot resume with {now} process{'es' * (now > 1)}: each of {n} processes had read "
+            f"its own part of the data. Start {n} processes, or read the data from "
             "its beginning: TrainLoop(checkpoints.restore(folder, state), ...). Arrays can be "
             "resumed with any number of processes."
         )

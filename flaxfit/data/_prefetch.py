@@ -38,7 +38,7 @@ def prefetch(stream: Data, n: int = 2) -> "PrefetchedStream":
 
 
 class PrefetchedStream:
-    """A stream whose batches a background thread assembles ahead; see `prefetch`."""
+    """A stream that a background thread reads ahead; see `prefetch`."""
 
     def __init__(self, stream: Any, n: int):
         self._stream = stream
@@ -46,7 +46,7 @@ class PrefetchedStream:
         self.name = getattr(stream, "name", type(stream).__name__)
         self.shared = is_shared(stream)
         self._closed = False
-        # One thread opens, reads and moves the stream: some sources, such as SQLite, refuse others.
+        # One thread does everything with the stream: sources such as SQLite reject other threads.
         self._requests: queue.SimpleQueue = queue.SimpleQueue()
         self._results = queue.SimpleQueue()
         self._n_due = 0
@@ -55,7 +55,7 @@ class PrefetchedStream:
         self._state, self.epoch = _position(stream)
 
     def __len__(self) -> int:
-        """The number of batches in an epoch, if the stream knows it."""
+        """Returns the number of batches in an epoch, if the stream knows it."""
         return len(self._stream)
 
     @property
@@ -69,8 +69,8 @@ class PrefetchedStream:
     def __next__(self) -> PyTree:
         if self._closed:
             raise ValueError("This prefetched stream was closed: make a new one.")
-        # Nothing is read ahead of the first batch: `set_state` may then continue after it
-        # without opening the data again, which may change its order.
+        # Read nothing ahead of the first batch: `set_state` may then continue after that batch
+        # without reopening the data, which may change its order.
         self._request(self._n if self._is_begun else 1)
         batch = self._result()
         if self._is_begun:
@@ -79,39 +79,39 @@ class PrefetchedStream:
         return batch
 
     def whole(self) -> PyTree:
-        """All examples as one batch; None if the stream cannot give them."""
+        """Returns all examples as one batch, or None if the stream cannot."""
         return self._stream.whole() if hasattr(self._stream, "whole") else None
 
     def one_epoch(self) -> "PrefetchedStream":
-        """A fresh prefetched stream of one pass over the same data."""
+        """Returns a fresh prefetched stream of one pass over the same data."""
         return PrefetchedStream(one_pass(self._stream), self._n)
 
     def passes(self, epochs: int | None, **options: Any) -> "PrefetchedStream":
-        """A fresh prefetched stream of passes over the same data."""
+        """Returns a fresh prefetched stream of passes over the same data."""
         return PrefetchedStream(self._stream.passes(epochs, **options), self._n)
 
     def get_state(self) -> Json:
-        """The position after the last delivered batch."""
+        """Returns the position after the last delivered batch."""
         return self._state
 
     def set_state(self, state: Json) -> None:
-        """Moves to a position that `get_state` gave; batches assembled ahead are dropped."""
+        """Moves to a position that `get_state` gave; drops batches read ahead."""
         _drop(self._requests)
         self._results, self._n_due, self._is_begun = queue.SimpleQueue(), 0, False
-        context = contextvars.copy_context()  # Notices may be turned off there.
+        context = contextvars.copy_context()  # Of this thread, which may have turned notices off.
         self._request(1, lambda stream: context.run(stream.set_state, state))
         self._result()
 
     def close(self) -> None:
-        """Ends the thread after its present batch, and the stream."""
+        """Ends the thread after its current batch, and closes the stream."""
         if self._halt is not None:
             self._halt()
         self._halt, self._closed = None, True
 
     def _request(self, n_due: int, act: Callable[[Any], PyTree] | None = None) -> None:
-        """Has the thread read batches until some are due, or act on the stream."""
+        """Requests batches until `n_due` are due, or a call of `act` on the stream."""
         if self._halt is None:
-            # It does not refer to this object, whose collection can thus stop it.
+            # The thread has no reference to this object, so that its collection can stop it.
             arguments = (self._stream, self._requests)
             self._thread = threading.Thread(target=_serve, args=arguments, daemon=True)
             self._halt = weakref.finalize(self, _stop, self._thread, self._requests)
@@ -121,7 +121,7 @@ class PrefetchedStream:
         self._n_due = max(n_due, self._n_due)
 
     def _result(self) -> PyTree:
-        """The next result of the thread, which ends with an error."""
+        """Returns the next result of the thread; an error ends the thread."""
         result, error, position = self._results.get()
         self._n_due -= 1
         self._state, self.epoch = position
@@ -138,7 +138,7 @@ def _serve(stream: Any, requests: queue.SimpleQueue) -> None:
     has_failed = False
     while isinstance(request := requests.get(), tuple):
         act, results = request
-        if has_failed and act is _next:  # Requested before the error was known.
+        if has_failed and act is _next:  # Requested before `next` has raised the error.
             continue
         result, error = None, None
         try:
@@ -146,13 +146,14 @@ def _serve(stream: Any, requests: queue.SimpleQueue) -> None:
         except BaseException as raised:  # Raised by `next`.
             error = raised
         has_failed = error is not None
+        # The position travels with its batch: the stream is ahead of what `next` has delivered.
         results.put((result, error, _position(stream)))
     if request == _END and isinstance(stream, IterableStream):
         stream.close()
 
 
 def _next(stream: Any) -> PyTree:
-    """The next batch; the stream itself does not write to its arrays afterwards."""
+    """Returns the next batch, copied unless it is known that nothing writes to it later."""
     return next(stream) if type(stream) is ArrayStream else detached(next(stream))
 
 
@@ -165,7 +166,7 @@ def _drop(requests: queue.SimpleQueue) -> None:
 def _stop(thread: threading.Thread, requests: queue.SimpleQueue, last: str = _END) -> None:
     _drop(requests)
     requests.put(last)
-    # With a time limit, because a stream may hang, or wait for the thread that collects garbage.
+    # With a timeout: the stream may hang, or wait for this thread, which may be in a finalizer.
     if thread is not threading.current_thread():
         thread.join(timeout=5.0)
 

@@ -12,14 +12,14 @@ from flaxfit.data._sample_weights import by_output, is_list_of_weights
 from flaxfit.tree import Data, PyTree, is_array, is_named
 
 Names = str | Sequence[str] | Mapping[str, str] | None
-"""A column, several in order, or columns by the names that they are given."""
+"""One column, several in order, or columns by the argument names of the call."""
 
 _NAME = "Name the columns, such as inputs='image', targets='label', in TrainTask, EvalTask or Model"
 
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Selects the columns of a batch or of a data set by name; the others are ignored.
+    """Selects the columns of a batch or data set by name; ignores other columns.
 
     Items without names, such as `(x, y)`, are unchanged.
 
@@ -34,12 +34,12 @@ class Roles:
     """
 
     inputs: Names = None
-    """None: those that the call of the model takes; else the only one without another role."""
+    """None: the columns that the model's call takes, else the only one without another role."""
     targets: Names = None
-    """None: the one with a usual name, such as "label"; none if there is none."""
+    """None: the column with a usual name, such as "label", if there is one."""
     weights: str | Mapping[str, str] | None = None
     call: tuple[str, ...] | None = None
-    """The names of the inputs of the model's call; None: it takes any, or they are unknown."""
+    """The input names of the model's call; None: any, or unknown."""
     outputs: tuple[str, ...] = ()
     """The names of the outputs, in the order of a list of weights."""
 
@@ -61,8 +61,8 @@ class Roles:
         """Returns an item as `(inputs, targets, weights)`; unchanged if it has no columns.
 
         Raises:
-          ValueError: a column is missing, it is unclear which column is what, or there are not as
-            many weights in a list as outputs.
+          ValueError: a column is missing, the roles are ambiguous, or a list of weights does not
+            have one entry per output.
         """
         found = self._split(item)
         parts = parts_of(found) if self.outputs else ()
@@ -71,7 +71,7 @@ class Roles:
         return found
 
     def _split(self, item: PyTree, *, has_targets: bool = True) -> PyTree:
-        # Most items begin with an array: a search for columns would be slower.
+        # Fast path: most items begin with an array and have no columns.
         first = item[0] if type(item) is tuple and item else item
         columns = None if type(first) is np.ndarray else self._columns_of(item)
         if columns is None:
@@ -84,14 +84,14 @@ class Roles:
         return inputs, _taken("targets", targets, columns), _one("weights", roles.weights, columns)
 
     def inputs_of(self, item: PyTree) -> PyTree:
-        """Returns an item with the inputs alone, whose other columns may be missing."""
+        """Returns only the inputs of an item; other columns may be missing."""
         return self._split(item, has_targets=False)
 
     def of_data_set(self, data: Data, *, has_targets: bool = True) -> Data:
         """Returns columns of arrays as `(inputs, targets, weights)`; other data is unchanged.
 
-        Without targets, as for `predict`, it returns the inputs alone. Batches of inputs alone look
-        like columns: inputs by name then keep the names of their columns, which are found again.
+        Without targets, as for `predict`, it returns only the inputs. Later, batches of only inputs
+        look like columns again, so named inputs keep the names of their columns.
         """
         batches = list if has_targets else (list, tuple)
         if isinstance(data, batches) or self._columns_of(data) is None:
@@ -107,7 +107,7 @@ class Roles:
         return not (self.inputs is self.targets is self.weights is None)
 
     def _columns_of(self, item: PyTree) -> Mapping[str, PyTree] | None:
-        """The columns of an item whose roles are to be found; None if there are none."""
+        """Returns the columns of an item, or None if it has no columns that need roles."""
         if isinstance(item, Batch):
             return None
         is_sequence = isinstance(item, list | tuple) and not is_named(item)
@@ -116,7 +116,7 @@ class Roles:
         given: Any = item[0] if is_alone else item
         if self._has_names and is_named(given):
             return given._asdict()
-        if self._has_names and is_array(given) and hasattr(given, "columns"):  # Of pandas, polars.
+        if self._has_names and is_array(given) and hasattr(given, "columns"):  # pandas, polars.
             return {name: given[name] for name in given.columns}
         if not isinstance(given, Mapping) or self._has_names:
             return given if isinstance(given, Mapping) else None
@@ -126,7 +126,7 @@ class Roles:
         return given if given.keys() - {*self.call} else None
 
     def _by_usual_names(self, columns: Mapping[str, PyTree]) -> "Roles":
-        """The roles of columns, of which the call of the model does not take all."""
+        """Finds roles by usual names, for columns that the model's call does not take."""
         call = self.call or ()
         others = tuple(name for name in columns if name not in call)
         has_inputs = len(others) < len(columns)
@@ -142,7 +142,6 @@ class Roles:
         )
 
     def _targets_of(self, columns: Mapping[str, PyTree]) -> Names:
-        """The names of the targets."""
         if self.targets is not None:
             return self.targets
         taken = (self.call or ()) if self.inputs is None else _columns_in(self.inputs)
@@ -156,7 +155,7 @@ class Roles:
         return tuple(found)
 
     def _inputs_of(self, columns: Mapping[str, PyTree], targets: Names) -> PyTree:
-        """The inputs, by name where the names are those of the call."""
+        """Returns the inputs, by name if the model's call has these names."""
         if self.inputs is not None:
             return _taken("inputs", self.inputs, columns)
         taken = {*_columns_in(targets), *_columns_in(self.weights)}
@@ -177,7 +176,7 @@ NO_ROLES = Roles()
 
 
 def _taken(role: str, names: Names, columns: Mapping[str, PyTree]) -> Any:
-    """The columns of a role, in order or, of inputs, by name."""
+    """Returns the columns of a role: in order, or inputs by name."""
     if isinstance(names, Mapping):
         found = _one(role, names, columns)
         return found if role == "inputs" else (found,)
@@ -185,7 +184,6 @@ def _taken(role: str, names: Names, columns: Mapping[str, PyTree]) -> Any:
 
 
 def _one(role: str, name: Any, columns: Mapping[str, PyTree]) -> PyTree:
-    """One column, or columns by name."""
     if isinstance(name, Mapping):
         return {given: _one(role, each, columns) for given, each in name.items()}
     if name is None or name in columns:
@@ -211,7 +209,7 @@ def _are_names(given: object) -> bool:
 
 
 def _as_arrays(part: PyTree) -> PyTree:
-    """The columns of a part as arrays, each of which may be a list of numbers."""
+    """Converts the columns of a part to arrays; a column may be a list of numbers."""
     if part is None or not isinstance(part, tuple):
         return None if part is None else as_arrays(part)
     found = tuple(map(as_arrays, part))

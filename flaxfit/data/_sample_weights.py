@@ -1,4 +1,4 @@
-"""Weights of examples or tokens, finite and not negative, or such weights for each output."""
+"""Weights of examples or tokens, finite and nonnegative, possibly per output."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,27 +9,27 @@ import numpy as np
 from flaxfit.tree import Array, PyTree, is_array, product, which_count
 
 OTHER_OUTPUTS = ""
-"""The key of the weights of all outputs that weights by output do not name."""
+"""The key of the weights of all outputs without their own key."""
 
 
 def of_output(weights: PyTree, name: str) -> PyTree:
-    """The weights of one output, from weights of the examples or by output."""
+    """Returns the weights of one output, from example weights or weights by output."""
     if isinstance(weights, Mapping):
         return weights.get(name, weights.get(OTHER_OUTPUTS))
     return weights
 
 
 def by_output(weights: PyTree, names: Sequence[str] = ()) -> PyTree:
-    """Converts a list or a tuple of weights to a mapping by output; other weights are unchanged.
+    """Converts a list or tuple of weights to a mapping by output; other weights are unchanged.
 
-    Outputs are called "output_0", "output_1" and so on, as for a list of losses. None stands for
-    equal weights.
+    Outputs are called "output_0", "output_1" and so on, as in a list of losses. None means equal
+    weights.
 
     >>> by_output([np.ones(2), None])
     {'output_0': array([1., 1.])}
 
     Raises:
-      ValueError: the outputs have other names, so that a list does not say which weights are whose.
+      ValueError: the outputs have other names, so a list is ambiguous.
     """
     if not isinstance(weights, list | tuple):
         return weights
@@ -51,12 +51,12 @@ def by_output(weights: PyTree, names: Sequence[str] = ()) -> PyTree:
 
 
 def is_list_of_weights(weights: PyTree) -> bool:
-    """Whether weights are a list or a tuple of arrays, one for each output, rather than numbers."""
+    """Returns whether weights are a list or tuple of arrays, one per output, not of numbers."""
     return isinstance(weights, list | tuple) and any(map(is_array, weights))
 
 
 def without_masked(targets: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
-    """Targets, and weights that are 0 where a NumPy array of targets is masked.
+    """Fills masked NumPy targets, and returns them with weights of 0 at the mask.
 
     >>> without_masked(np.ma.masked_equal([3.0, -1.0], -1.0), None)
     (array([3., 0.]), array([1., 0.], dtype=float32))
@@ -66,6 +66,7 @@ def without_masked(targets: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
     if not isinstance(target, np.ma.MaskedArray) or isinstance(weights, list | Mapping):
         return targets, weights
     counts = ~np.ma.getmaskarray(target)
+    # A mask that is constant along trailing axes becomes a weight per example or token.
     while counts.ndim > 1 and (counts == counts[..., :1]).all():
         counts = counts[..., 0]
     counts = counts.astype(np.float32)
@@ -74,7 +75,7 @@ def without_masked(targets: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def times(weights: PyTree, factor: Array) -> PyTree:
-    """Multiplies weights, also those by output, by a factor for each example."""
+    """Multiplies weights, also weights by output, by a factor for each example."""
     if isinstance(weights, Mapping):
         named = {name: product(each, factor) for name, each in weights.items()}
         return {OTHER_OUTPUTS: factor, **named}
@@ -82,10 +83,10 @@ def times(weights: PyTree, factor: Array) -> PyTree:
 
 
 def without_idle_rows(values: PyTree, weights: Array | None) -> PyTree:
-    """Values whose rows of weight 0 are replaced by the first row that counts.
+    """Replaces the rows of weight 0 by the first row that counts.
 
-    These rows may hold anything, and 0 times a gradient that is NaN is NaN. Where weights are by
-    token, so are numbers that are not finite in the other rows.
+    Rows of weight 0 may hold anything, but 0 times a NaN gradient is NaN. With weights per token,
+    elements of weight 0 that are not finite become 0, for the same reason.
 
     >>> without_idle_rows(jnp.array([jnp.nan, 3.0, 4.0]), jnp.array([0.0, 1.0, 1.0]))
     Array([3., 3., 4.], dtype=float32)
@@ -96,7 +97,7 @@ def without_idle_rows(values: PyTree, weights: Array | None) -> PyTree:
     first = jnp.argmax(rows)
 
     def replaced(value: jax.Array) -> jax.Array:
-        if value.shape[:1] != rows.shape:  # Of a batch whose arrays differ in length.
+        if value.shape[:1] != rows.shape:  # A batch with arrays of different lengths.
             return value
         row = value[first]
         row = jnp.where(jnp.isfinite(row), row, jnp.zeros_like(row))  # If no row counts.
@@ -109,14 +110,14 @@ def without_idle_rows(values: PyTree, weights: Array | None) -> PyTree:
 
 
 def without_idle_targets(batch: PyTree) -> PyTree:
-    """Replaces the targets of a batch in rows of weight 0, except where outputs have weights."""
+    """Replaces the targets in rows of weight 0, unless the outputs have their own weights."""
     if isinstance(batch.weights, Mapping):
         return batch
     return batch._replace(targets=without_idle_rows(batch.targets, batch.weights))
 
 
 def check_weights_shape(weights: PyTree, name: str) -> None:
-    """Checks that weights, or those of each output, have an axis of examples."""
+    """Checks that weights, possibly by output, have an example axis."""
     if isinstance(weights, Mapping):
         for output, each in weights.items():
             if isinstance(each, Mapping):
@@ -130,7 +131,7 @@ def check_weights_shape(weights: PyTree, name: str) -> None:
 
 
 def check_weights(weights: PyTree, name: str) -> None:
-    """Checks that weights, or those of each output, are finite and not negative."""
+    """Checks that weights, possibly by output, are finite and not negative."""
     if isinstance(weights, Mapping):
         for output, each in weights.items():
             check_weights(each, f"{name}[{output!r}]")

@@ -7,7 +7,7 @@ from typing import Protocol, Self, TypeVar, runtime_checkable
 from flaxfit.tree import Data, PyTree
 
 T = TypeVar("T")
-# Steps are int32: no run can take as many batches.
+# Steps are int32: no run takes that many batches.
 _ENDLESS = 2**31 - 1
 
 
@@ -34,12 +34,12 @@ class DataStream(Protocol):
 
 
 def is_shared(stream: object) -> bool:
-    """Whether a stream gives every process the same batches."""
+    """Returns whether a stream gives every process the same batches."""
     return getattr(stream, "shared", True)
 
 
 def is_read_once(data: Data) -> bool:
-    """Whether data is a generator or another built-in iterator, which can be read only once.
+    """Returns whether data is a generator or other built-in iterator, readable only once.
 
     A user-defined iterator class may start again.
 
@@ -50,7 +50,7 @@ def is_read_once(data: Data) -> bool:
 
 
 def pass_length(stream: Data, advice: str) -> int | None:
-    """The number of batches in a pass over a stream, or None if it is unknown.
+    """Returns the number of batches in a pass over a stream, or None if unknown.
 
     Raises:
       ValueError: the stream repeats forever.
@@ -65,7 +65,7 @@ def pass_length(stream: Data, advice: str) -> int | None:
 
 
 def take(stream: Iterable[T], n: int) -> Iterator[T]:
-    """Takes the next `n` batches of a stream, which stays positioned after them.
+    """Takes the next `n` batches of a stream, and leaves its position after them.
 
     >>> list(take(iter("abc"), 2))
     ['a', 'b']

@@ -1,14 +1,14 @@
-"""Text in the output of a notebook's cell that is changed in place and leaves no trace."""
+"""Text in a notebook cell's output that changes in place and disappears at the end."""
 
 from collections.abc import Callable
 from typing import Any
 
-# Empty text is an empty line, or an empty box; empty HTML is nothing.
+# Empty text would show an empty line or box; empty HTML shows nothing.
 _NOTHING = {"text/plain": "", "text/html": ""}
 
 
 def passing(text: str = "") -> Callable[[str], None]:
-    """Shows text at the end of a cell's output; returns what changes it, or removes it by ""."""
+    """Shows text in a cell's output; returns a function that changes it, or removes it by ""."""
     from IPython import display as ipython  # A notebook has it.
 
     def data(text: str) -> dict[str, str]:

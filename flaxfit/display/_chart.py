@@ -5,15 +5,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-# Each stands out by 3 to 1 or more on white pages and on black ones.
+# Each has a contrast of at least 3:1 on white pages and on black pages.
 COLOURS = ("#2f86c8", "#d2691e", "#2e8b3d", "#d14545")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 320, 160, 52, 22, 18
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """A series as one line of blocks of 8 heights; a value that is not finite is a blank.
+    """Draws a series as one line of blocks of 8 heights; a value that is not finite is blank.
 
-    A longer series is shown by `width` values spread evenly over it, both ends included.
+    A longer series is sampled at `width` evenly spaced values, including both ends.
     """
     if len(values) > width:
         values = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
@@ -27,9 +27,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 def svg_chart(
     title: str, series: Mapping[str, Sequence[float]], x: Sequence[float], unit: str = ""
 ) -> str:
-    """Several series over the same x as one SVG picture that fits light and dark pages.
+    """Draws several series over the same x as an SVG picture for light and dark pages.
 
-    `unit` is what x counts.
+    `unit` is the unit of x.
     """
     low, high = _bounds([value for values in series.values() for value in values])
     x_low, x_high = min(x, default=0), max(x, default=0)
@@ -72,7 +72,7 @@ def _bounds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _unbroken(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    """The runs of points between missing values; a lone point becomes a dot."""
+    """Splits points at missing values; a single point becomes a dot."""
     runs: list[list[tuple[float, float]]] = [[]]
     for point in points:
         if math.isfinite(point[1]):

@@ -7,30 +7,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from flaxfit.display._numbers import count, plural, size
 from flaxfit.tree import ArrayLike, Device, Json, PyTree, flat
 
-_MOST_ROWS = 200  # Of a table of arrays.
-# Outside Jupyter, pages leave no space between cells, or center tables.
+_MOST_ROWS = 200  # In a table of arrays.
+# Outside Jupyter, pages may put no space between cells, or center tables.
 _TABLE = '<table cellpadding="5" style="margin:0.5em 0">'
 
 
 def card(title: str, facts: Iterable[str], *parts: str) -> str:
-    """A title and a line of facts, as text, above parts in HTML."""
+    """Puts a title and a line of facts, both text, above parts in HTML."""
     line = html.escape(" · ".join(filter(None, facts)))
     head = f'<b>{html.escape(title)}</b><br/><small style="opacity:0.65">{line}</small>'
     return f"<div>{head}{''.join(parts)}</div>"
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """A table of texts."""
+    """Makes a table of texts."""
     lines = [_row(head, "th")] if head else []
     content = "".join([*lines, *(_row(row, "td") for row in rows)])
     return f"{_TABLE}{content}</table>"
 
 
 def arrays(title: str, tree: PyTree, axes: Mapping[str, Iterable[object]] | None = None) -> str:
-    """The paths, dtypes and shapes of the arrays of a tree, below a title that unfolds them.
+    """Lists paths, dtypes and shapes of the arrays of a tree below a title that unfolds them.
 
-    `axes` names the dimensions of some arrays, by paths that begin with the title. Lazy arrays are
-    not read.
+    `axes` has names of dimensions by path, beginning with the title. Lazy arrays are not read.
     """
     leaves = flat(tree)
     if not leaves:
@@ -49,7 +48,7 @@ def arrays(title: str, tree: PyTree, axes: Mapping[str, Iterable[object]] | None
 
 
 def of_state(state: PyTree) -> str:
-    """The facts of a training or an inference state, and its arrays by field."""
+    """Shows the facts of a training or inference state, and its arrays by field."""
     fields = ("params", "model_state", "opt_state")
     trees = {name: getattr(state, name, {}) for name in fields}
     facts = [f"{count(n_numbers(state.params))} params"]
@@ -60,7 +59,7 @@ def of_state(state: PyTree) -> str:
 
 
 def step_of(state: PyTree) -> int | None:
-    """The step of a state; None if it is abstract or was donated."""
+    """Returns the step of a state; None if it is abstract or was donated."""
     try:
         return int(state.step)
     except (TypeError, RuntimeError):
@@ -76,7 +75,7 @@ def of_model(
     devices: Sequence[Device],
     history: Json,
 ) -> str:
-    """The facts of a model, its history, and the arrays of its state, if it has one."""
+    """Shows the facts of a model, its history, and the arrays of its state, if it has one."""
     named = ", ".join(metrics)
     facts = [f"metrics {named}"] if named else []
     facts.append(plural(len(devices), f"{devices[0].platform} device"))
@@ -91,7 +90,7 @@ def of_model(
 
 
 def n_numbers(tree: PyTree) -> int:
-    """How many numbers the arrays of a tree hold together."""
+    """Returns the total number of elements in a tree."""
     return sum(math.prod(_shape(leaf)) for leaf in flat(tree).values())
 
 

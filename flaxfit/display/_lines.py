@@ -1,4 +1,4 @@
-"""The lines printed when training starts, progresses and ends, and how long lines are folded."""
+"""The lines printed when training starts, progresses and ends, and their folding."""
 
 from collections.abc import Mapping
 
@@ -7,11 +7,11 @@ from flaxfit.display._table import place
 
 WIDTH = 120
 """The longest line."""
-_INDENT = 9  # Of folded lines: the name of the library, or "Epoch 1/4", and two blanks.
+_INDENT = 9  # Of folded lines, as wide as "flaxfit  ".
 
 
 def metric_line(metrics: Mapping[str, float]) -> str:
-    """Names and values of the metrics that are single numbers."""
+    """Formats names and values of the metrics that are single numbers."""
     numbers = {name: value for name, value in metrics.items() if is_scalar(value)}
     return "  ".join(f"{name} {number(value)}" for name, value in numbers.items())
 
@@ -27,7 +27,7 @@ def start_lines(
     n_validation: int | None = None,
     steps_per_epoch: int | None = None,
 ) -> list[str]:
-    """The model and the devices, and below them the data; unknown parts are left out."""
+    """Describes the model and devices, and the data below; leaves out unknown parts."""
     model = [name, f"{count(n_params)} params", plural(n_devices, f"{platform} device")]
     data = []
     if n_train is not None:
@@ -43,7 +43,7 @@ def start_lines(
 
 
 def pass_line(label: str, seconds: float, metrics: Mapping[str, float]) -> str:
-    """The metrics of a finished pass over data."""
+    """Formats the metrics of a finished pass over data."""
     return "  ".join(filter(None, (label, duration(seconds), metric_line(metrics))))
 
 
@@ -55,8 +55,8 @@ def progress_line(
     *,
     width: int = WIDTH,
 ) -> str:
-    """The text beside a live bar. If it does not fit, the last metrics are left out, then the speed
-    and at last the first metric."""
+    """Formats the text beside a live bar. Leaves out the last metrics if it does not fit, then the
+    speed, then the first metric."""
     where = plural(n, "step") if total is None else place(n, total)
     speed = left = ""
     if steps_per_second:
@@ -81,11 +81,10 @@ def final_lines(
     best: tuple[float, int] | None = None,
     not_finite_since: int | None = None,
 ) -> list[str]:
-    """How training ended, after `n` of `total` units, and why.
+    """Describes how training ended, after `n` of `total` units, and why.
 
     `best` is the best value of the metric `monitor` and the unit that reached it; without it, the
-    metrics of the last checkpoint are shown. `not_finite_since` is the first unit since which the
-    loss was not finite.
+    lines show the last metrics. Since the unit `not_finite_since`, the loss has not been finite.
     """
     if total is None or n >= total:
         line = f"done in {duration(seconds)}"
@@ -104,7 +103,7 @@ def final_lines(
 
 
 def folded(line: str, width: int) -> str:
-    """Folds a line to a width, between the items that it lists if possible."""
+    """Folds a line to a width, if possible between its items."""
     if len(line) <= width:
         return line
     apart = next((each for each in (" · ", "  ") if each in line[_INDENT:].strip()), " ")

@@ -1,4 +1,4 @@
-"""Measured values, counts, times, speeds and sizes as text."""
+"""Formats measured values, counts, times, speeds and sizes."""
 
 import math
 
@@ -8,13 +8,13 @@ from flaxfit.tree import ArrayLike
 
 
 def is_scalar(value: ArrayLike) -> bool:
-    """Whether a value is a single number, also as an array of no dimensions."""
+    """Returns whether a value is a single number, also as an array of no dimensions."""
     # NumPy takes some microseconds, for each metric of each line.
     return type(value) is float or np.ndim(value) == 0
 
 
 def number(value: float, width: int | None = None) -> str:
-    """A measured value: 4 decimals, or an exponent where these say little.
+    """Returns a measured value: 4 decimals, or an exponent where these say little.
 
     It has fewer decimals where it would be longer than `width`.
     """
@@ -28,17 +28,17 @@ def number(value: float, width: int | None = None) -> str:
 
 
 def count(n: float) -> str:
-    """An integer with thousands separators."""
+    """Returns an integer with thousands separators."""
     return f"{round(n):,}"
 
 
 def plural(n: float, noun: str) -> str:
-    """A count of things."""
+    """Returns a count of things."""
     return f"{count(n)} {noun}{'' if n == 1 else 's'}"
 
 
 def duration(seconds: float, decimals: int = 1) -> str:
-    """A time span in its two largest units."""
+    """Returns a time span in its two largest units."""
     if decimals and seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 10:
@@ -55,14 +55,14 @@ def duration(seconds: float, decimals: int = 1) -> str:
 
 
 def rate(steps_per_second: float) -> str:
-    """A number of steps per second."""
+    """Returns a number of steps per second."""
     if steps_per_second >= 10:
         return f"{count(steps_per_second)} steps/s"
     return f"{steps_per_second:.2g} steps/s"
 
 
 def size(n_bytes: float) -> str:
-    """An amount of memory."""
+    """Returns an amount of memory."""
     for unit, amount in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= amount:
             return f"{n_bytes / amount:.1f} {unit}"

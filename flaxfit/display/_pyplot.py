@@ -4,7 +4,7 @@ from typing import Any
 
 
 def pyplot(otherwise: str = "") -> Any:
-    """The module `matplotlib.pyplot`, imported when it is needed and not before.
+    """Returns the module `matplotlib.pyplot`, imported when it is needed and not before.
 
     Raises:
       ImportError: it is not installed; `otherwise` is what serves without it.

@@ -1,4 +1,4 @@
-"""Terminals, notebooks and files as outputs, and the one way to write lines to them."""
+"""Writes lines to terminals, notebooks and files."""
 
 import contextlib
 import contextvars
@@ -15,14 +15,14 @@ from flaxfit.distributed import is_main
 
 
 def is_notebook() -> bool:
-    """Whether this is a Jupyter kernel (a terminal's IPython is not)."""
+    """Returns whether this is a Jupyter kernel (a terminal's IPython is not)."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 def output() -> TextIO:
-    """Where the display goes: standard error, so that a piped standard output stays clean.
+    """Returns the stream to print to: standard error, so that a piped standard output stays clean.
 
     In a notebook it is standard output: notebooks paint standard error as an error.
     """
@@ -30,23 +30,23 @@ def output() -> TextIO:
 
 
 def is_cell(file: TextIO) -> bool:
-    """Whether the stream is the output of a notebook's cell."""
+    """Returns whether the stream is the output of a notebook cell."""
     return file in (sys.stdout, sys.stderr) and is_notebook()
 
 
 def is_live(file: TextIO) -> bool:
-    """Whether the stream can be redrawn, being a terminal or a notebook."""
+    """Returns whether the stream can be redrawn: a terminal or a notebook."""
     return is_cell(file) or (file.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def has_colour(file: TextIO) -> bool:
-    """Whether the stream is a terminal that shows colors, and `NO_COLOR` is not set."""
+    """Returns whether the stream is a terminal that shows colors, and `NO_COLOR` is not set."""
     is_terminal = file.isatty() and os.environ.get("TERM") != "dumb"
     return is_terminal and not os.environ.get("NO_COLOR")
 
 
 def width_of(file: TextIO) -> int | None:
-    """The width of a terminal; None for any other stream, and where it is not known."""
+    """Returns the width of a terminal; None if unknown or not a terminal."""
     try:
         return os.get_terminal_size(file.fileno()).columns or None if file.isatty() else None
     except (AttributeError, OSError, ValueError):
@@ -54,18 +54,18 @@ def width_of(file: TextIO) -> int | None:
 
 
 def columns(file: TextIO) -> int:
-    """The length of lines: the width of the terminal, at most `WIDTH`."""
+    """Returns the length of lines: the width of the terminal, at most `WIDTH`."""
     return min(width_of(file) or WIDTH, WIDTH)
 
 
 def printable(text: str, file: TextIO) -> str:
-    """The text with "?" for the characters that the stream cannot encode."""
+    """Replaces characters that the stream cannot encode by "?"."""
     encoding = getattr(file, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 
 
 _notices: list[Callable[[str], None]] = []
-"""Functions that change the passing notice in the output of a cell."""
+"""Functions that change the temporary notices in cells."""
 
 
 def write(text: str, file: TextIO | None = None, end: str = "\n", *, fold: bool = True) -> None:
@@ -101,7 +101,8 @@ def quiet(is_quiet: bool = True) -> Iterator[None]:
 def say(text: str, file: TextIO | None = None) -> None:
     """Writes a notice after the name of the library.
 
-    A notice that ends with "…" is overwritten by the next, and is left out where it cannot be.
+    A notice that ends with "…" is temporary: the next overwrites it, or, where that is impossible,
+    it is not shown.
     """
     if _is_quiet.get():
         return

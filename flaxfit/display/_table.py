@@ -5,23 +5,23 @@ from collections.abc import Iterable, Mapping
 from flaxfit.display._numbers import count, duration, number
 
 _TIME = _VALUE = 7
-"""The least widths of the columns: "482 ms", "1m 05s", "-0.1234"."""
+"""The minimum widths of the columns: "482 ms", "1m 05s", "-0.1234"."""
 _GAP, _STAR = "  ", 2
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
 def place(n: int, total: int | None) -> str:
-    """The number of an epoch or a step among all of them, such as " 3/10"."""
+    """Formats the number of an epoch or step, such as " 3/10"."""
     if total is None:
-        return f"{count(n):>7}"  # As wide for a million.
+        return f"{count(n):>7}"  # The same width up to a million.
     return f"{count(n):>{len(count(total))}}/{count(total)}"
 
 
 class Table:
-    """The lines of a table of checkpoints: place, time, metrics, and "*" for a new best.
+    """Formats a table of checkpoints: epoch or step, time, metrics, and "*" for a new best.
 
-    The header is written again only when a metric appears or the width changes. Columns that do
-    not fit a width are left out, which "…" in the header says.
+    The header is repeated only when a metric appears or the width changes. "…" in the header means
+    that some columns do not fit.
 
     >>> table = Table("epoch")
     >>> for line in table.rows(" 1/10", 0.482, {"loss": 1.7632, "val_loss": 0.8611}):
@@ -58,7 +58,7 @@ class Table:
           label: the place of the checkpoint.
           seconds: the time that it took.
           metrics: its metrics, single numbers.
-          best: the metric of which this is the best value so far.
+          best: the metric that has its best value so far.
           monitor: the metric whose column is left out last.
           width: the width of the terminal; None: any.
           colour: whether to paint the best value green and validation metrics dim.
@@ -92,7 +92,7 @@ class Table:
 
 
 def _fitting(widths: dict[str, int], room: int | None, monitor: str | None) -> dict[str, int]:
-    """The columns that fit, in their order: the monitored one, losses and validation first."""
+    """Returns the columns that fit, in order; prefers the monitor, losses and validation."""
     if room is None:
         return widths
 

@@ -1,4 +1,4 @@
-"""Tracebacks: the frames of the user, and the sentence last.
+"""Shortens tracebacks to the user's frames and the message.
 
 `short_errors` decorates the entry points of the library. Errors that leave them lose the frames of
 the library, JAX, Flax and Optax. `FLAXFIT_FULL_TRACEBACKS=1` keeps all frames.
@@ -23,7 +23,7 @@ _OF_JAX, _NOTICE = "JAX_TRACEBACK_FILTERING", "_flaxfit_notice"
 
 
 def short_errors(function: F) -> F:
-    """Decorates an entry point of the library: its errors show the frames of the user alone."""
+    """Decorates an entry point of the library: its errors show only the user's frames."""
     shorten: Any = _shorten  # Not a global, see below.
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def short_errors(function: F) -> F:
             shorten(error)
             raise
 
-    # doctest collects the examples of a function only if its globals are those of its module.
+    # doctest collects a function's examples only if `__globals__` is its module's namespace.
     space = vars(sys.modules[function.__module__])
     wrapper: Any = FunctionType(call.__code__, space, function.__name__, None, call.__closure__)
     functools.update_wrapper(wrapper, function)
@@ -41,7 +41,7 @@ def short_errors(function: F) -> F:
 
 
 def show_one_line(error: KeyboardInterrupt, notice: str, *, is_shown: bool) -> None:
-    """Makes an interrupt that nobody catches print a line in place of a traceback.
+    """Makes an uncaught interrupt print a line instead of a traceback.
 
     Args:
       error: the interrupt.
@@ -82,13 +82,13 @@ def _shorten(error: BaseException) -> None:
     is_explained = bool(entries) and (names_file or _package(entries[-1]) == _OWN)
     cause = error.__cause__
     if is_explained and cause and type(cause).__module__.startswith("jax"):
-        cause.args = (str(cause).partition("\n")[0],)  # The sentence says the rest.
+        cause.args = (str(cause).partition("\n")[0],)  # Our message says the rest.
     if is_explained or isinstance(error, KeyboardInterrupt) or _without_internals(entries):
         _tidy(error)
 
 
 def _tidy(error: BaseException, *seen: int) -> None:
-    """Removes internal frames from an error and its causes, and contexts of only these frames."""
+    """Removes internal frames from an error and its causes, and contexts with no other frames."""
     error.with_traceback(_without_internals(_entries(error.__traceback__)))
     notes = getattr(error, "__notes__", [])
     notes[:] = [note for note in notes if _OF_JAX not in note]
@@ -97,23 +97,22 @@ def _tidy(error: BaseException, *seen: int) -> None:
         return
     if error.__cause__ or _without_internals(_entries(before.__traceback__)):
         _tidy(before, id(error), *seen)
-    else:  # An error may be frozen.
+    else:  # Not by assignment: an error may be frozen.
         BaseException.__setattr__(error, "__suppress_context__", True)
 
 
 def _without_internals(entries: list[TracebackType]) -> TracebackType | None:
-    """The entries of a traceback that are not of the library, its bases, or Python itself."""
+    """Drops the entries of the library, of the libraries it builds on, and of Python itself."""
     kept = None
     for entry in reversed(entries):
         name, file = _package(entry), entry.tb_frame.f_code.co_filename
-        is_python = name in sys.stdlib_module_names  # Or a file of the user with such a name.
+        is_python = name in sys.stdlib_module_names  # Or a user's file of that name.
         if name not in _LIBRARIES and not (is_python and file.startswith(_STDLIB)):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept
 
 
 def _package(entry: TracebackType) -> str:
-    """The top-level package of the module that a frame runs in."""
     return (entry.tb_frame.f_globals.get("__name__") or "").partition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""initialize: joins the processes of a run, which end together when one fails."""
+"""initialize: joins the processes of a run; if one fails, all end."""
 
 import atexit
 import os
@@ -14,7 +14,7 @@ import jax
 from flaxfit.distributed import _processes
 
 PEER_FAILED = 88
-"""The exit code of a process that ends because another one has failed."""
+"""The exit code of a process that ends because another process failed."""
 
 Identity: TypeAlias = dict[str, Any]
 """Arguments that identify a process, by name."""
@@ -116,12 +116,12 @@ def initialize(
     )
     if _processes.process_count() > 1:
         _end_together(shutdown_seconds)
-        # All processes must do this now: it waits for the devices of all.
+        # All processes must call this now: it waits until every process has.
         jax.devices()
 
 
 def _find(given: Identity) -> Identity:
-    """Adds the environment's variables to the arguments that identify this process."""
+    """Completes the arguments that identify this process from environment variables."""
     found = {name: value for name, value in given.items() if value is not None}
     for name, variable in _OUR_VARIABLES.items():
         text = os.environ.get(variable)
@@ -135,7 +135,7 @@ def _from_torchrun() -> Identity:
     if not all(text.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")):
         return {}
     port = _number("MASTER_PORT", text["MASTER_PORT"])
-    # torchrun listens at its port itself.
+    # torchrun's agent already listens at MASTER_PORT.
     port += text.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     found: Identity = {
         "coordinator_address": f"{text['MASTER_ADDR']}:{port}",
@@ -148,7 +148,7 @@ def _from_torchrun() -> Identity:
 
 
 def _is_in_cluster(options: Identity) -> bool:
-    """Whether JAX detects the missing arguments by itself."""
+    """Returns whether JAX detects the missing arguments by itself."""
     is_named = "cluster_detection_method" in options or os.environ.get("JAX_COORDINATOR_ADDRESS")
     return bool(is_named) or _processes.is_in_known_cluster()
 
@@ -174,7 +174,7 @@ def _check_same(found: Identity) -> None:
 
 
 def _end_together(shutdown_seconds: float) -> None:
-    """Makes this process report its failure to the others, and end when one of them fails."""
+    """Makes this process report its failure to the others, and end if one of them fails."""
     ended = threading.Event()
     thread = threading.Thread(target=_watch, args=(ended,), daemon=True, name="flaxfit-peers")
     thread.start()
@@ -189,10 +189,11 @@ def _end_together(shutdown_seconds: float) -> None:
         except TimeoutError as error:
             _fail(str(error), 1)
 
-    # It runs before JAX's own shutdown, which waits without saying for which process.
+    # Registered later, so it runs before JAX's shutdown, which does not say which process it
+    # waits for.
     atexit.register(end_in_order)
     if hasattr(sys, "ps1") or sys.flags.interactive:
-        return  # At a prompt an exception ends nothing.
+        return  # At a prompt, an exception does not end the process.
     before = sys.excepthook
 
     def end_at_once(
@@ -204,7 +205,7 @@ def _end_together(shutdown_seconds: float) -> None:
             reason = "".join(traceback.format_exception_only(kind, error)).strip()
             _fail(reason, 130 if is_interrupt else 1)
 
-    # An ordinary exit would first wait for the others, which wait for this process.
+    # A normal exit would first wait for the others, and they wait for this process.
     sys.excepthook = end_at_once
 
 
@@ -218,7 +219,7 @@ def _watch(ended: threading.Event) -> None:
 
 
 def _fail(reason: str, code: int) -> NoReturn:
-    """Ends this process, and the others by a report."""
+    """Reports a failure, which ends the other processes, and ends this process."""
     first = _processes.reported_failure()
     _processes.report_failure(reason)
     index, n = _processes.process_index(), _processes.process_count()
@@ -237,4 +238,5 @@ def _exit(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
+        # Not `sys.exit`: the main thread may be blocked in a collective that never returns.
         os._exit(code)

@@ -1,4 +1,4 @@
-"""The processes of a run: their numbers, and messages between them that need no devices."""
+"""The processes of a run: their numbers, and messages between them without devices."""
 
 import json
 from collections import Counter
@@ -7,8 +7,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 
-# JAX has no public way to ask whether it detects SLURM, Open MPI or another cluster, and none to
-# the service that connects its processes. Orbax also uses the latter.
+# JAX has no public API for cluster detection (SLURM, Open MPI, ...), nor for the service that
+# connects its processes. Orbax also imports the latter.
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 
@@ -24,7 +24,7 @@ _patience: dict[str, float] = {"seconds": 60.0}
 
 
 def process_index() -> int:
-    """Returns the number of this process among those that train together, from 0.
+    """Returns the index, from 0, of this process among the processes that train together.
 
     >>> process_index()
     0
@@ -33,7 +33,7 @@ def process_index() -> int:
 
 
 def process_count() -> int:
-    """Returns how many processes train together.
+    """Returns the number of processes that train together.
 
     >>> process_count()
     1
@@ -52,13 +52,13 @@ def is_main() -> bool:
 
 
 def exchange(topic: str, value: Json = None, *, seconds: float | None = None) -> list[Json]:
-    """Waits for all processes and returns the values that they passed, in their order.
+    """Waits for all processes and returns their values, in the order of the processes.
 
-    Uses the network of the hosts, not the devices, so that a background thread may call it and the
-    wait is bounded. All processes must call it equally often for each topic.
+    Uses the hosts' network, not the devices: a background thread may call it, and the wait is
+    bounded. All processes must call it equally often for each topic.
 
     Args:
-      topic: what the values are about; part of the message when a process does not arrive.
+      topic: a name of the values, for matching calls and for messages.
       value: the value of this process.
       seconds: how long to wait; None: the patience given to `initialize`.
 
@@ -70,6 +70,7 @@ def exchange(topic: str, value: Json = None, *, seconds: float | None = None) ->
         return [value]
     client = _client()
     seconds = _patience["seconds"] if seconds is None else seconds
+    # A new key per round, so that the value of a faster process is not taken for an older one.
     _rounds[topic] += 1
     number = _rounds[topic]
     place = f"flaxfit/{topic}/{number}"
@@ -85,22 +86,22 @@ def exchange(topic: str, value: Json = None, *, seconds: float | None = None) ->
             "See its own output."
         ) from error
     found = {int(k.rpartition("/")[2]): json.loads(v) for k, v in client.key_value_dir_get(place)}
-    # Every process has read the previous round before it came to this one.
+    # Safe: a process reads the previous round before it enters this one.
     client.key_value_delete(f"flaxfit/{topic}/{number - 1}/{process_index()}")
     return [found[i] for i in range(n)]
 
 
 def is_preempted() -> bool:
-    """Whether JAX's service has a preemption notice of one of several processes."""
-    # The key under which the service keeps it; there is no public way to ask.
+    """Returns whether JAX's service has a preemption notice of any process."""
+    # JAX's private key: there is no public API.
     return bool(_read("RECEIVED_PREEMPTION_NOTICE"))
 
 
 def from_main(topic: str, function: Callable[[], T], *, seconds: float | None = None) -> T:
-    """Calls a function on process 0, and returns its result, which must be JSON, on all.
+    """Calls a function on process 0, and returns its JSON result on all processes.
 
-    If it fails, all processes raise: process 0 its own error, the others one of the same built-in
-    kind, or a `RuntimeError`. They wait for an hour, or `seconds`.
+    If it fails, process 0 raises its error, and the others an error of the same built-in type or a
+    `RuntimeError`. They wait for an hour, or `seconds`.
     """
     if process_count() == 1:
         return function()
@@ -121,7 +122,7 @@ def from_main(topic: str, function: Callable[[], T], *, seconds: float | None = 
 
 
 def agree(topic: str, value: Json, *, seconds: float | None = None) -> None:
-    """Waits for all processes, and raises a ValueError on all of them if their values differ."""
+    """Waits for all processes; raises a ValueError on each if their values differ."""
     values = exchange(topic, value, seconds=seconds)
     if any(other != values[0] for other in values):
         lines = "\n".join(f"  process {i}: {other}" for i, other in enumerate(values))
@@ -134,11 +135,11 @@ def set_patience(seconds: float) -> None:
 
 
 def report_failure(reason: str) -> None:
-    """Makes the other processes end, with this reason."""
+    """Reports a failure, with its reason, to end the other processes."""
     try:
         _client().key_value_set(_FAILURE, f"process {process_index()}: {reason}")
     except jax.errors.JaxRuntimeError:
-        return  # Another failure came first, or the service is gone, and with it all processes.
+        return  # An earlier failure is reported, or the service and so the run has ended.
 
 
 def reported_failure() -> str | None:
@@ -147,7 +148,7 @@ def reported_failure() -> str | None:
 
 
 def is_in_known_cluster() -> bool:
-    """Whether JAX detects a cluster that provides the processes."""
+    """Returns whether JAX detects a cluster that provides the processes."""
     kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method]
     return any(kind.is_env_present() for kind in kinds)
 

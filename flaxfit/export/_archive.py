@@ -75,7 +75,7 @@ def read(path: Path) -> tuple[dict[str, Json], dict[str, bytes], dict[str, np.nd
 
 def _record(archive: zipfile.ZipFile, size: int) -> dict[str, Json]:
     members = archive.infolist()
-    # What is stored as it is cannot grow when it is read.
+    # Stored members cannot expand: no zip bombs.
     if any(m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1 for m in members):
         raise ValueError("a part of it is compressed or encrypted")
     if sum(m.file_size for m in members) > size:

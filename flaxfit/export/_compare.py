@@ -1,4 +1,4 @@
-"""Puts a written file in place if it equals its source on random inputs of two sizes."""
+"""Writes a file, and keeps it only if it matches its source on random inputs of two sizes."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ RTOL = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class ExportReport:
-    """The file that was written, and its distance from the source when it was read again.
+    """The written file, and its measured error when read back.
 
     >>> print(ExportReport(Path("digits.ff"), "StableHLO", 23_000, 1.2e-7, ("batch=1", "batch=5")))
     digits.ff: StableHLO, 23.0 kB, at most 1.2e-07 off its source on batch=1; batch=5
@@ -57,17 +57,17 @@ def write_compared(
     rtol: float,
     folder: bool = False,
 ) -> ExportReport:
-    """Writes a file or a folder, and puts it in place if its methods equal those of the module.
+    """Writes a file or folder, and keeps it only if its methods match the module's.
 
     Args:
       module: the source.
-      path: the place.
+      path: the destination.
       form: the name of the format.
-      write: writes to a path, reads that again and returns its methods by name; None if they do
-        not run on this machine.
-      samples: inputs to use in place of random ones, each a tuple (or a dict of keywords).
-      rtol: how far an output may be off, relative to its largest value.
-      folder: whether it is a folder.
+      write: writes to a path, reads it back and returns its methods by name; None if they do not
+        run on this machine.
+      samples: inputs instead of random ones, each a tuple (or a dict of keywords).
+      rtol: the maximum error of an output, relative to its largest value.
+      folder: whether `write` makes a folder.
     """
     path = local_path(path)
     error, inputs = math.nan, {}
@@ -91,7 +91,7 @@ def write_compared(
 def _largest_difference(
     name: str, inputs: str, got: Mapping[str, Array], want: Mapping[str, Array], rtol: float
 ) -> float:
-    """The largest difference between outputs by path; raises if one is above the tolerance."""
+    """Returns the largest difference between outputs; raises if it exceeds the tolerance."""
     largest = 0.0
     for path, value in want.items():
         error = difference(got.get(path), value)
@@ -106,7 +106,7 @@ def _largest_difference(
 
 
 def difference(got: Array | None, want: Array) -> float:
-    """How far an array is off another: relative to its largest value; of integers, the share.
+    """Returns `max |got - want| / max |want|`; for integers the fraction that differs.
 
     >>> difference(np.array([1.0, 2.5]), np.array([1.0, 2.0]))
     0.25
@@ -137,7 +137,7 @@ def difference(got: Array | None, want: Array) -> float:
 def _inputs(
     name: str, specs: Specs, samples: Sequence[PyTree] | None
 ) -> Iterator[tuple[str, PyTree]]:
-    """The inputs to compare a method on, and what they are called."""
+    """Yields descriptions and inputs to compare a method on."""
     if samples is not None:
         for i, sample in enumerate(samples):
             yield f"sample {i}", as_arguments(sample)
@@ -154,7 +154,7 @@ def _inputs(
 
 
 def _tolerance(value: Array, rtol: float) -> float:
-    """The tolerance for a value: two roundings, if its dtype is coarser than the tolerance."""
+    """Returns the tolerance of a value: `rtol`, but at least two roundings of its dtype."""
     dtype = np.asarray(value).dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         return rtol

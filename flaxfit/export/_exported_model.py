@@ -11,7 +11,7 @@ from flaxfit.export._module import DEFAULT_METHOD_KEY
 from flaxfit.tree import ArrayLike, Function, Json, Params, PyTree
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-"""Each holds the numbers of those before it."""
+"""Kinds of numbers, from narrow to wide."""
 
 
 class ExportedModel:
@@ -42,7 +42,7 @@ class ExportedModel:
         self.params = params
         """The weights by name."""
         self.input_spec: Mapping[str, str] = description["input_spec"]
-        """The inputs of the methods, in words."""
+        """Descriptions of the inputs, by method."""
         self.platforms: tuple[str, ...] = tuple(description["platforms"])
         """The platforms that can run it."""
         self.versions: Mapping[str, str] = description["versions"]
@@ -95,7 +95,7 @@ class ExportedModel:
         raise ValueError(f"Name one of the methods: .methods has {', '.join(self._compiled)}.")
 
     def _inputs(self, name: str, inputs: PyTree) -> PyTree:
-        """The inputs as arrays of the dtypes that a method takes."""
+        """Converts inputs to arrays of the dtypes that a method takes."""
         program = self._programs[name]
         (_, wanted), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
         try:
@@ -114,13 +114,14 @@ class ExportedModel:
 
 
 def _as_input(method: str, wanted: jax.ShapeDtypeStruct, value: ArrayLike) -> jax.Array:
-    """An array, or nested lists of numbers, as an array of the wanted dtype."""
+    """Converts an array, or nested lists of numbers, to the wanted dtype without loss."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if _kind(array.dtype) > _kind(wanted.dtype):
         raise TypeError(
             f"{method!r} takes {wanted.dtype}, got {array.dtype}, which cannot be cast without "
             f"loss: pass x.astype({str(wanted.dtype)!r}) if that is intended."
         )
+    # JAX assumes that symbolic dimensions are at least 1.
     if 0 in array.shape and 0 not in wanted.shape:
         raise ValueError(
             f"{method!r} takes dimensions of 1 or more, got the shape {array.shape}: there is "
@@ -137,7 +138,7 @@ def _as_input(method: str, wanted: jax.ShapeDtypeStruct, value: ArrayLike) -> ja
 
 
 def _kind(dtype: np.dtype) -> int:
-    """The place of a dtype among the kinds of numbers; after the last if it is none."""
+    """Returns the index of a dtype in `_KINDS`, or the length for any other dtype."""
     places = [place for place, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)]
     return places[0] if places else len(_KINDS)
 

@@ -1,4 +1,4 @@
-"""Files and folders that are replaced whole, or not at all."""
+"""Replaces files and folders atomically."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
-    """A temporary path beside `path`, which it becomes unless the block raises.
+    """Yields a temporary path, which replaces `path` unless the block raises.
 
     Raises:
       FileExistsError: `path` is a folder instead of a file, or a folder of anything but a
@@ -22,10 +22,11 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
     old = path.with_name(f".{path.name}.replaced-{os.getpid()}")
     try:
         yield temporary
+        # Sync before the rename: else a power cut could leave `path` with incomplete content.
         for file in temporary.rglob("*") if folder else [temporary]:
             _sync(file)
         if folder and path.exists():
-            path.rename(old)  # A folder cannot be renamed onto one that is not empty.
+            path.rename(old)  # A folder cannot be renamed onto a folder that is not empty.
         os.replace(temporary, path)
     finally:
         for left in (temporary, old):
@@ -49,7 +50,6 @@ def _check_replaceable(path: Path, folder: bool) -> None:
 
 
 def _sync(file: Path) -> None:
-    """Waits until a file is on the disk."""
     if file.is_file():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())

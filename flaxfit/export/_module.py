@@ -1,4 +1,4 @@
-"""JaxModule: parameters and named functions of them, as every format of export takes them."""
+"""JaxModule: parameters and named functions of them, the input of every export format."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ class JaxModule:
     Args:
       params: a pytree of arrays, such as a model's variables.
       apply_fn: `(params, *inputs) -> outputs`, or several by name; in evaluation mode.
-      input_spec: one `InputSpec`, or a tuple of (nested) ones, or a dict of those that are passed
+      input_spec: one `InputSpec`, a tuple of (nested) specs, or a dict of specs that are passed
         by keyword; by the name of the method if there are several.
       trainable: whether TensorFlow may train the parameters; a bool, or a pytree of bools like
         `params`.
@@ -76,7 +76,7 @@ class JaxModule:
             if not callable(function):
                 raise TypeError(f"Method {name!r} must be a function, got {function!r:.60}.")
             spec = as_arguments(as_specs(specs[name]))
-            shape_structs(spec)  # Raises what JAX finds wrong, here rather than while exporting.
+            shape_structs(spec)  # Raise JAX's errors here rather than during export.
             run = self._method(function, preprocess, postprocess)
             self.method_specs[name] = Method(name, run, spec, bool(compiled[name]))
         self._compiled = {name: jax.jit(m.function) for name, m in self.method_specs.items()}
@@ -84,12 +84,12 @@ class JaxModule:
 
     @property
     def params(self) -> Params:
-        """The present parameters."""
+        """The current parameters."""
         return jax.tree.unflatten(self._structure, list(self._leaves.values()))
 
     @property
     def named_params(self) -> dict[str, jax.Array]:
-        """The present parameters by name: the "."-joined path, with "_" for "~"."""
+        """The current parameters by name: the "."-joined path, with "_" for "~"."""
         return dict(self._leaves)
 
     @property
@@ -162,7 +162,7 @@ class JaxModule:
         def run(leaves: Mapping[str, PyTree], inputs: PyTree) -> PyTree:
             if preprocess is not None:
                 inputs = as_arguments(call_with(preprocess, inputs))
-            # By the order of the names, as a dict that went through `jit` is sorted.
+            # Use our order of the names: `jit` sorts dicts.
             params = jax.tree.unflatten(self._structure, [leaves[name] for name in self._leaves])
             outputs = call(single_replica_of_any_axis(function), params, inputs)
             return plain(outputs if postprocess is None else postprocess(outputs))
@@ -181,7 +181,7 @@ class JaxModule:
 
 
 def check_is_module(given: object) -> None:
-    """Checks that what is to be written is a JaxModule."""
+    """Checks that `given` is a JaxModule."""
     if not isinstance(given, JaxModule):
         raise TypeError(
             f"Pass a JaxModule, got {type(given).__name__}. A Model writes itself, "
@@ -190,7 +190,7 @@ def check_is_module(given: object) -> None:
 
 
 def named_arrays(params: Params) -> dict[str, jax.Array]:
-    """Copies of the leaves by name, on the default device."""
+    """Copies the leaves to the default device, by name."""
     arrays: dict[str, jax.Array] = {}
     for path, leaf in flat(params).items():
         name = path.replace("/", ".").replace("~", "_") or "params"
@@ -203,7 +203,7 @@ def named_arrays(params: Params) -> dict[str, jax.Array]:
 
 
 def plain(tree: PyTree) -> PyTree:
-    """A tree of the containers that every format knows: dicts, lists and tuples.
+    """Converts a tree to containers that every format knows: dicts, lists and tuples.
 
     Named tuples and dataclasses become dicts of their fields.
     """
@@ -221,7 +221,7 @@ def plain(tree: PyTree) -> PyTree:
 def _by_method(
     argument: str, given: PyTree, functions: Mapping[str, Function]
 ) -> Mapping[str, PyTree]:
-    """The value of an argument by method; a single one holds for all."""
+    """Returns an argument by method; a single value is for all methods."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(functions, given)
     if given.keys() != functions.keys():

@@ -10,7 +10,7 @@ from flaxfit.tree import PyTree, flat
 
 
 def input_names(specs: Specs) -> list[str]:
-    """The names of a method's inputs, in the order of the leaves.
+    """Returns the names of a method's inputs, in the order of the leaves.
 
     >>> input_names((1,)), input_names((1, [2, 3])), input_names({"x": 1}), input_names(({"x": 1},))
     (['inputs'], ['inputs_0', 'inputs_1_0', 'inputs_1_1'], ['x'], ['x'])
@@ -20,7 +20,7 @@ def input_names(specs: Specs) -> list[str]:
 
 
 def output_names(outputs: PyTree) -> list[str]:
-    """The names of a method's outputs, in the order of the leaves.
+    """Returns the names of a method's outputs, in the order of the leaves.
 
     >>> output_names(1), output_names((1, 2)), output_names({"logits": 1, "state": [2]})
     (['outputs'], ['outputs_0', 'outputs_1'], ['logits', 'state_0'])
@@ -29,7 +29,7 @@ def output_names(outputs: PyTree) -> list[str]:
 
 
 def from_names(specs: Specs, named: Mapping[str, PyTree]) -> PyTree:
-    """The tree of inputs from inputs by name."""
+    """Converts named inputs to the tree of inputs."""
     leaves = [named[name] for name in input_names(specs)]
     return jax.tree.unflatten(jax.tree.structure(specs), leaves)
 

@@ -113,14 +113,12 @@ def _chosen(module: JaxModule, method: str | None) -> str:
 
 
 def _as_function(session: Any, specs: Specs, structure: PyTree) -> Function:
-    """A session as a function of the inputs of the method."""
-
     def run(*inputs: PyTree, **named: PyTree) -> PyTree:
         leaves = map(np.asarray, jax.tree.leaves(named or inputs))
-        feed = dict(zip(input_names(specs), leaves, strict=True))
+        by_name = dict(zip(input_names(specs), leaves, strict=True))
         # The file lacks inputs that the method does not use.
         used = {i.name for i in session.get_inputs()}
-        found = session.run(None, {name: x for name, x in feed.items() if name in used})
+        found = session.run(None, {name: x for name, x in by_name.items() if name in used})
         return jax.tree.unflatten(structure, found)
 
     return run

@@ -1,4 +1,4 @@
-"""Methods of a module, traced into programs of a version of StableHLO that older readers know."""
+"""Traces methods of a module to programs in a version of StableHLO that older readers know."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from flaxfit.export._spec import Specs, shape_structs
 from flaxfit.tree import PyTree
 
 PORTABLE = "1.13.0"
-"""The version of StableHLO that is written: TensorFlow 2.20 and JAX 0.9 read it."""
+"""The version of StableHLO to write: TensorFlow 2.20 and JAX 0.9 read it."""
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 
@@ -38,7 +38,7 @@ def export_method(
         exported = exporting(structs, shape_structs(method.input_spec))
         return dataclasses.replace(exported, _get_vjp=lambda _: _gradient(exported, method.name))
     except Exception as error:
-        # By its name, since JAX has moved this class; `len(x)` raises a TypeError.
+        # By name, since JAX has moved this class; `len(x)` raises a TypeError instead.
         is_inconclusive = type(error).__name__ == "InconclusiveDimensionOperation"
         if not is_inconclusive and "_DimExpr" not in str(error):
             raise
@@ -52,7 +52,7 @@ def export_method(
 
 
 def in_version(exported: jax.export.Exported, version: str | None) -> jax.export.Exported:
-    """The same program, and its gradient, in an older version of StableHLO; None: in JAX's own."""
+    """Converts a program and its gradient to a StableHLO version; None: keeps JAX's own."""
     if version is None:
         return exported
     try:
@@ -78,5 +78,5 @@ def _gradient(exported: jax.export.Exported, name: str) -> jax.export.Exported:
 
 
 def first_line(error: Exception) -> str:
-    """The beginning of the message of an error of another library."""
+    """Returns the first line of another library's error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

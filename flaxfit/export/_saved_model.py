@@ -75,12 +75,12 @@ def save_saved_model(
         gradients,
     )
     if gradients:
-        made.make_gradients()  # TensorFlow would hide why one cannot be made.
+        made.make_gradients()  # Else TensorFlow would hide why a gradient fails.
     saved, signatures = tf.train.Checkpoint(), {}
     saved.variables, saved.trainable_variables = made.variables, made.trainable_variables
     for name, function in made.methods.items():
         specs = module.method_specs[name].input_spec
-        # Traced for the open shapes: this is what is saved.
+        # Trace for the open shapes: TensorFlow saves only traced functions.
         call_with(function.get_concrete_function, tensor_specs(specs))
         is_default = name == DEFAULT_METHOD_KEY
         setattr(saved, "__call__" if is_default else name, function)
@@ -102,7 +102,6 @@ def save_saved_model(
 
 
 def _signature(function: Function, specs: Specs) -> Function:
-    """A method with flat, named inputs and outputs."""
     tf = import_tensorflow()
 
     def signature(**named: Tensor) -> dict[str, Tensor]:
@@ -115,11 +114,11 @@ def _signature(function: Function, specs: Specs) -> Function:
 
 
 def _as_numpy(loaded: Any, name: str) -> Function:
-    """A method of a loaded SavedModel, between NumPy arrays."""
+    """Makes a function of NumPy arrays from a method of a loaded SavedModel."""
     tf = import_tensorflow()
 
     def method(*inputs: PyTree, **named: PyTree) -> PyTree:
-        # Here, so that `loaded` stays alive: a function refers weakly to its variables.
+        # Look it up here to keep `loaded` alive: a function has only weak references to variables.
         function = loaded if name == DEFAULT_METHOD_KEY else getattr(loaded, name)
         outputs = call_with(function, jax.tree.map(tf.constant, named or inputs))
         return jax.tree.map(lambda tensor: tensor.numpy(), outputs)

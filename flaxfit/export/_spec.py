@@ -1,4 +1,4 @@
-"""InputSpec: the shape and dtype of an input, with symbolic dimensions, and inputs that fit."""
+"""InputSpec: the shape and dtype of an input, with symbolic dimensions; makes matching inputs."""
 
 import ast
 import dataclasses
@@ -69,7 +69,7 @@ class InputSpec:
 
 
 def as_specs(tree: PyTree) -> Specs:
-    """Makes InputSpecs of arrays, and of others with a shape and a dtype; InputSpecs stay."""
+    """Converts leaves with a shape and a dtype to InputSpecs; InputSpecs stay."""
 
     def as_spec(leaf: ArrayLike) -> InputSpec:
         if isinstance(leaf, InputSpec):
@@ -85,7 +85,7 @@ def as_specs(tree: PyTree) -> Specs:
 
 
 def batch_specs(inputs: PyTree) -> Specs:
-    """Returns the specs of a batch of any size, from the shapes of one.
+    """Returns specs with a symbolic batch size, from the inputs of a batch.
 
     >>> batch_specs((np.zeros((32, 8), np.float32),))
     (InputSpec(shape=('batch', 8), dtype=dtype('float32'), constraints=()),)
@@ -94,7 +94,7 @@ def batch_specs(inputs: PyTree) -> Specs:
 
 
 def shape_structs(specs: Specs) -> PyTree:
-    """The specs as `jax.ShapeDtypeStruct`s whose symbols share one scope."""
+    """Converts specs to `jax.ShapeDtypeStruct`s whose symbols share one scope."""
     scope = jax.export.SymbolicScope(_constraints(specs))
 
     def struct(spec: InputSpec) -> jax.ShapeDtypeStruct:
@@ -105,12 +105,11 @@ def shape_structs(specs: Specs) -> PyTree:
 
 
 def _constraints(specs: Specs) -> tuple[str, ...]:
-    """The constraints of all specs, each once."""
     return tuple(dict.fromkeys(c for spec in jax.tree.leaves(specs) for c in spec.constraints))
 
 
 def two_sizes(specs: Specs) -> list[dict[str, int]]:
-    """Two sizes for every symbol, or fewer if the constraints allow no two.
+    """Returns two sizes for every symbol, or fewer if the constraints do not allow two.
 
     >>> two_sizes((InputSpec(("b", "t")), InputSpec(("b", 3))))
     [{'b': 1, 't': 2}, {'b': 5, 't': 6}]
@@ -142,7 +141,7 @@ def two_sizes(specs: Specs) -> list[dict[str, int]]:
 
 
 def random_inputs(specs: Specs, sizes: Mapping[str, int]) -> PyTree:
-    """Random arrays that fit the specs: normal floats, zeros and ones of other types."""
+    """Returns random arrays for the specs: normal floats, and zeros and ones of other types."""
     random = np.random.default_rng((0, *sizes.values()))
 
     def array(spec: InputSpec) -> np.ndarray:
@@ -155,7 +154,7 @@ def random_inputs(specs: Specs, sizes: Mapping[str, int]) -> PyTree:
 
 
 def example(specs: PyTree) -> PyTree:
-    """The smallest inputs that fit the specs, as a tuple (or a dict of keywords).
+    """Returns the smallest inputs that fit the specs, as a tuple (or a dict of keywords).
 
     >>> example(InputSpec(("batch", 3)))[0].shape
     (1, 3)
@@ -166,7 +165,7 @@ def example(specs: PyTree) -> PyTree:
 
 
 def as_arguments(inputs: PyTree) -> tuple[PyTree, ...] | dict[str, PyTree]:
-    """Positional inputs as a tuple, keyword inputs as a dict; anything else is the only input."""
+    """Wraps a single input in a tuple; a tuple (positional) or dict (keywords) stays."""
     return inputs if isinstance(inputs, tuple | dict) else (inputs,)
 
 
@@ -176,7 +175,7 @@ def call_with(function: Function, inputs: tuple[PyTree, ...] | dict[str, PyTree]
 
 
 def _candidates(names: list[str], smallest: int) -> Iterator[dict[str, int]]:
-    """Sizes to try: different ones first, so that a mix-up of two dimensions shows."""
+    """Yields sizes to try: first different sizes, which reveal swapped dimensions."""
     for size in range(smallest, _LARGEST):
         yield {name: size + i for i, name in enumerate(names)}
     for size in range(smallest, _LARGEST):
@@ -192,12 +191,12 @@ def _parse(text: str) -> ast.expr:
 
 
 def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
-    """The value of an expression in the grammar of JAX's symbolic dimensions."""
+    """Evaluates an expression in JAX's grammar of symbolic dimensions."""
     match node:
         case ast.Constant(value=int(value)):
             return value
         case ast.Name(id=name):
-            return sizes.get(name, 1)  # A name of a constraint alone is free.
+            return sizes.get(name, 1)  # A name that occurs only in constraints is free.
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, sizes)
         case ast.BinOp(left=left, op=op, right=right):

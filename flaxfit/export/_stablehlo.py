@@ -1,4 +1,4 @@
-"""StableHLO: writes a module as one file of programs and weights that JAX alone can run."""
+"""StableHLO: writes a module as one file of programs and weights, which needs only JAX."""
 
 import contextlib
 import os
@@ -135,7 +135,6 @@ def _serialized(name: str, program: jax.export.Exported, gradients: bool) -> byt
 
 
 def _platform() -> str:
-    """The platform of this process, as `jax.export` names it."""
     backend = jax.default_backend()
     if backend != "gpu":
         return backend
@@ -143,7 +142,7 @@ def _platform() -> str:
 
 
 def _words(specs: Specs) -> str:
-    """The inputs of a method in words: "float32[batch, 3]"."""
+    """Describes the inputs of a method, such as "float32[batch, 3]"."""
 
     def word(spec: InputSpec) -> str:
         return f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"

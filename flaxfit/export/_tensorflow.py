@@ -72,14 +72,14 @@ class TensorFlowModule:
 
     def _method(self, method: Method, program: jax.export.Exported) -> TensorFunction:
         tf = import_tensorflow()
-        # Made on request: some methods have none.
+        # Lazily, as some methods have no gradient.
         gradient = functools.cache(program.vjp)
         self._gradients.append(gradient)
         run = functools.partial(_call_module, program)
         if self._is_differentiable:
             run = _with_gradient(program, gradient)
 
-        # Not a lambda, and without defaults: TensorFlow saves the name and the signature.
+        # A function without defaults, not a lambda: TensorFlow saves its name and signature.
         def call(*inputs: PyTree, **named: PyTree) -> PyTree:
             given = _as_tensors(method.input_spec, named or inputs)
             params = {key: tf.convert_to_tensor(v) for key, v in self._variables.items()}
@@ -101,7 +101,7 @@ def import_tensorflow() -> ModuleType:
 
 
 def tensor_specs(specs: Specs, name: str | None = None) -> PyTree:
-    """InputSpecs as `tf.TensorSpec`s, whose symbolic dimensions are open."""
+    """Converts InputSpecs to `tf.TensorSpec`s, with None for symbolic dimensions."""
     tf = import_tensorflow()
     return jax.tree.map(
         lambda spec: tf.TensorSpec(_open(spec.shape), tf.as_dtype(spec.dtype), name=name), specs
@@ -109,12 +109,11 @@ def tensor_specs(specs: Specs, name: str | None = None) -> PyTree:
 
 
 def _open(shape: Iterable[object]) -> list[int | None]:
-    """A shape whose symbolic dimensions are open."""
+    """Replaces symbolic dimensions by None."""
     return [d if isinstance(d, int) else None for d in shape]
 
 
 def _as_tensors(specs: Specs, inputs: PyTree) -> PyTree:
-    """The inputs as tensors of the dtypes of their specs."""
     tf = import_tensorflow()
     if jax.tree.structure(inputs) != jax.tree.structure(specs):
         raise ValueError(
@@ -131,7 +130,7 @@ def _as_tensors(specs: Specs, inputs: PyTree) -> PyTree:
 def _with_gradient(
     exported: jax.export.Exported, gradient: Callable[[], jax.export.Exported]
 ) -> Function:
-    """A program of flat inputs as an operation that can be differentiated."""
+    """Makes a differentiable operation of a program with flat inputs."""
     tf = import_tensorflow()
     differentiable = [_is_float(aval.dtype) for aval in exported.in_avals]
 
@@ -155,15 +154,15 @@ def _with_gradient(
 
 
 def _call_module(exported: jax.export.Exported, flat: Sequence[Tensor]) -> list[Tensor]:
-    """Runs a program of StableHLO by an operation of TensorFlow."""
+    """Runs a StableHLO program as a TensorFlow operation."""
     tf = import_tensorflow()
     from tensorflow.compiler.tf2xla.python import xla
 
-    # The gradient of an integer is of a type without values, which StableHLO writes as bool.
+    # JAX's gradient of an integer has the dtype float0, which StableHLO writes as bool.
     dtypes = [bool if a.dtype == jax.dtypes.float0 else a.dtype for a in exported.out_avals]
     call_module: Function = xla.call_module
     return call_module(
-        # The program lacks arguments that it does not use.
+        # JAX drops unused arguments from the program.
         [flat[i] for i in exported.module_kept_var_idx],
         version=exported.calling_convention_version,
         module=exported.mlir_module_serialized,

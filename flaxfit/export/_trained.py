@@ -1,4 +1,4 @@
-"""A trained state as a JaxModule, and the writers of the formats by name."""
+"""Makes a JaxModule of a trained state, and writes it in a format by name."""
 
 import os
 from typing import Any
@@ -25,7 +25,7 @@ def from_state(
     params: Params = None,
     trainable: bool = False,
 ) -> JaxModule:
-    """Makes the JaxModule of a trained state; its parameters are those of `state.variables`.
+    """Makes a JaxModule of a trained state, with `state.variables` as parameters.
 
     >>> import numpy as np
     >>> from flaxfit import Checkpoint, InferenceState
@@ -41,7 +41,7 @@ def from_state(
       apply: a module, or its `apply(variables, *inputs)` in evaluation mode: dropout off,
         statistics frozen.
       input_spec: the spec of the inputs, as in `JaxModule`.
-      params: parameters to export in place of the state's, such as their moving average.
+      params: parameters to export instead of the state's, such as their moving average.
       trainable: whether TensorFlow may train the parameters (never the other collections).
     """
     apply = as_apply("from_state", apply, train=False)

@@ -26,10 +26,10 @@ def fill(
     lazy: bool = False,
     **opts: object,
 ) -> PyTree:
-    """Returns a copy of a tree whose leaves are the arrays of a checkpoint, by "/"-joined path.
+    """Replaces the leaves of a tree by the arrays of a checkpoint with the same "/"-joined path.
 
-    Compares everything before it reads anything: names that are missing, extra or duplicate, and
-    shapes and kinds of dtypes that differ, are listed in one error.
+    Compares everything before it reads anything. One error lists all missing, extra and duplicate
+    names, and all shapes and kinds of dtypes that differ.
 
     >>> params = {"Dense_0": {"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(3)}}
     >>> checkpoint = {"Dense_0/kernel": np.ones((2, 3)), "Dense_0/bias": np.ones(3)}
@@ -40,8 +40,8 @@ def fill(
       tree: describes the result and its placement: arrays, or `jax.ShapeDtypeStruct`s.
       checkpoint: arrays by name, as the readers of this package return them.
       translator: the rules that turn the checkpoint's names into the tree's.
-      strict: False skips arrays of the checkpoint that have no rule or no leaf in the tree. It
-        relaxes nothing else.
+      strict: False skips arrays of the checkpoint that have no rule or no leaf in the tree; all
+        other checks stay.
       partial: whether leaves that the checkpoint lacks keep their values: True, or a pattern that
         matches their whole paths, such as "head/.*".
       dtype: the dtype to cast floating arrays to; None: the dtype of the leaf.
@@ -67,7 +67,7 @@ def fill_from(
     dtype: DTypeLike | None,
     lazy: bool,
 ) -> PyTree:
-    """Fills a tree as `fill` does, from a checkpoint whose names are translated."""
+    """Fills a tree like `fill`, from a translated checkpoint."""
     leaves = flat(tree)
     problems = translation.problems(strict) + _misfits(translation, leaves, strict, partial)
     raise_problems(problems, "fill the tree from the checkpoint")
@@ -85,7 +85,7 @@ def fill_from(
 def _misfits(
     translation: Translation, leaves: Mapping[str, ArrayLike], strict: bool, partial: bool | str
 ) -> list[str]:
-    """Lists the differences between a checkpoint and a tree, one a line."""
+    """Lists the differences between a checkpoint and a tree, one per line."""
     values = translation.values
     missing = [p for p, leaf in leaves.items() if p not in values and not _kept(p, leaf, partial)]
     extra = [name for name in values if name not in leaves] if strict else []
@@ -106,7 +106,7 @@ def _misfits(
 
 
 def _place(value: ArrayLike, leaf: ArrayLike, dtype: DTypeLike | None, lazy: bool) -> ArrayLike:
-    """Converts an array of the checkpoint to the kind of leaf that it replaces."""
+    """Converts an array of the checkpoint to the type of the leaf that it replaces."""
     wanted = _described(leaf)[1]
     if dtype is not None and _kind(wanted) == "float":
         wanted = np.dtype(dtype)
@@ -136,7 +136,7 @@ def _kind(dtype: np.dtype) -> str:
 
 
 def _kept(path: str, leaf: ArrayLike, partial: bool | str) -> bool:
-    """Whether a leaf that the checkpoint lacks may keep its value, and has one."""
+    """Returns whether a leaf that the checkpoint lacks may, and can, keep its value."""
     allowed = re.fullmatch(partial, path) if isinstance(partial, str) else partial
     return bool(allowed) and not isinstance(leaf, jax.ShapeDtypeStruct)
 

@@ -14,11 +14,11 @@ from numpy.typing import DTypeLike
 from flaxfit.tree import Array, ArrayLike, Function
 
 READERS = 8
-"""The number of arrays that are read at once: enough for disks, and a bound on the memory."""
+"""The number of arrays read at once: keeps disks busy, and bounds the memory."""
 
 
 class LazyArray(abc.ABC):
-    """An array that is read each time it is accessed; it keeps nothing.
+    """An array that is read on each access, without a cache.
 
     `T`, `transpose`, `reshape`, `astype` and `map` return lazy arrays, so that the rules of a
     `CheckpointTranslator` can treat one like a NumPy array. `np.asarray` reads it.
@@ -133,7 +133,7 @@ class LazyArray(abc.ABC):
         return function(np.broadcast_to(np.zeros((), self.dtype), self.shape))
 
     def _checked(self, value: ArrayLike) -> Array:
-        """Returns what was read as an array of the stated shape and dtype."""
+        """Checks the shape of the array that was read, and casts it to the stated dtype."""
         array = value if isinstance(value, jax.Array) else np.asarray(value)
         if array.shape != self.shape:
             raise ValueError(
@@ -183,7 +183,7 @@ class LazyAwaitableArray(LazyArray):
     """
 
     def get(self) -> Array:
-        """Reads the array in an event loop of its own, as one may run already (in Jupyter)."""
+        """Reads the array in its own event loop and thread, as a loop may be running (Jupyter)."""
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(lambda: asyncio.run(self.get_async())).result()
 

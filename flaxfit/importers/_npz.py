@@ -54,6 +54,7 @@ def _lazy(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Lazy
     size = math.prod(shape) * dtype.itemsize
     require(0 <= size <= member.file_size, f"the size of {member.filename} is wrong")
 
+    # Open and check again when reading: the file may have changed since.
     def read() -> np.ndarray:
         with (
             reading(f"{member.filename} of {path}", _KIND, NotImplementedError, RuntimeError),
@@ -63,7 +64,8 @@ def _lazy(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Lazy
             _header(file)
             content = file.read(size)
             require(len(content) == size, "it is cut short")
-            require(not file.read(1), "it is longer than its shape")  # Checks the checksum, too.
+            # Reading to the end also makes zipfile verify the checksum.
+            require(not file.read(1), "it is longer than its shape")
             array = np.frombuffer(content, dtype)
             return array.reshape(shape, order="F" if is_fortran else "C")
 

@@ -15,7 +15,7 @@ _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def is_orbax(path: Path) -> bool:
-    """Whether a folder is an Orbax checkpoint or one of its steps."""
+    """Returns whether a folder is an Orbax checkpoint or one of its steps."""
     return bool(_items(path))
 
 
@@ -52,7 +52,7 @@ def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
         zarr = "zarr3" if description.get("use_zarr3") else "zarr"
         in_one_store = description.get("use_ocdbt", (folder / "manifest.ocdbt").exists())
         one_store = {"driver": "ocdbt", "base": file_store(folder, "")}
-        # A missing chunk means zeros, unless the writer stores zeros too.
+        # A missing chunk means zeros, unless the writer also stores zeros: then it is damage.
         is_whole = bool(description.get("store_array_data_equal_to_fill_value"))
         specs: dict[str, dict[str, Json]] = {}
         for entry in description["tree_metadata"].values():

@@ -1,4 +1,4 @@
-"""t5_translator: from the names that mesh-TensorFlow gave to T5's variables to T5X's.
+"""t5_translator: from mesh-TensorFlow's names of T5's variables to T5X's.
 
 It covers T5 and T5 v1.1, decoder-only models, and Adafactor's statistics.
 
@@ -27,7 +27,7 @@ Arrays: TypeAlias = Mapping[str, ArrayLike]
 Naming: TypeAlias = Callable[..., str]
 
 SLOTS = {"_slot_v": "v", "_slot_vr": "v_row", "_slot_vc": "v_col", "_slot_m": "m"}
-"""T5X's names of statistics by the suffixes of mesh-TensorFlow's names."""
+"""T5X's names of statistics by suffix of mesh-TensorFlow's names."""
 PREFIX = "state/param_states/"
 
 t5_translator = CheckpointTranslator()
@@ -63,7 +63,7 @@ def _add(pattern: str) -> Callable[[Naming], Naming]:
 
 
 def _add_inverse(pattern: str) -> Callable[[Naming], Naming]:
-    """Adds a rule of the inverse, given the function that names the array."""
+    """Adds a rule for the inverse, given the function that names the array."""
 
     def register(old_name: Naming) -> Naming:
         @t5_translator.inverse.add(pattern)
@@ -150,8 +150,8 @@ def _share_relative_bias(opts: Mapping[str, object], values: Arrays) -> Arrays:
 def _swap_square_statistics(opts: object, values: Arrays) -> Arrays:
     """Swaps the statistics of rows and columns of square matrices.
 
-    mesh-TensorFlow's `vr` lacks the largest dimension, of two equal ones the first; the `v_row` of
-    T5X and Optax lacks the second. Their shapes are equal, so no other check would notice.
+    In mesh-TensorFlow, `vr` lacks the largest dimension, the first one if both are equal. In T5X
+    and Optax, `v_row` lacks the second one. The shapes are equal, so no other check would notice.
     """
     swapped = dict(values)
     for name, value in values.items():

@@ -22,9 +22,9 @@ from flaxfit.tree import ArrayLike, PyTree, flat, path_of
 
 Target = TypeVar("Target", TrainState, InferenceState, dict[str, PyTree])
 _KEPT = "hyperparams|hyperparams_states|mini_step|skip_state|acc_grads|loss_scale"
-"""Parts of an optimizer's state that no checkpoint has, as they are not statistics."""
+"""Parts of an optimizer's state that are not statistics, so no checkpoint has them."""
 _SLOTS = {"v": "v", "v_row": "v_row", "v_col": "v_col", "ema": "m"}
-"""T5X's names of statistics by Optax's."""
+"""T5X's names of statistics by Optax name."""
 
 
 def restore_from_t5(
@@ -129,14 +129,14 @@ def _relative_bias(names: Iterable[str]) -> dict[str, str]:
 
 
 def _rename_statistics(translation: Translation, leaves: Mapping[str, ArrayLike]) -> Translation:
-    """Renames the statistics as in a target: T5X's names, or those of Optax's state.
+    """Renames the statistics to the target's names: T5X's, or paths in Optax's state.
 
-    Optax keeps one tree for each kind of statistic, somewhere in its state, and counts its steps
-    there; a moving average of the parameters becomes the parameters. A target that keeps no
-    statistics takes none.
+    Optax keeps one tree per kind of statistic somewhere in its state, and counts its steps there. A
+    moving average of the parameters starts as the parameters. A target without statistics takes
+    none.
     """
     values, sources = dict(translation.values), dict(translation.sources)
-    # The single zero for an unused statistic must not fill one that the target uses.
+    # The single zero of an unused statistic must not fill a statistic that the target uses.
     for name in list(values):
         leaf = leaves.get(name)
         if leaf is not None and _is_unused(values[name]) and np.shape(leaf) != (1,):
@@ -162,12 +162,12 @@ def _rename_statistics(translation: Translation, leaves: Mapping[str, ArrayLike]
 
 
 def _is_unused(value: ArrayLike) -> bool:
-    """Whether a statistic is a single zero that the rules added; others are lazy."""
+    """Returns whether a statistic is a single zero that the rules added; others are lazy."""
     return isinstance(value, np.ndarray) and value.shape == (1,)
 
 
 def _source(name: str, values: Mapping[str, ArrayLike]) -> str | None:
-    """Returns T5X's name of an array of the target, if the checkpoint has it."""
+    """Returns T5X's name of an array of the target, or None if the checkpoint lacks it."""
     if name in values:
         return name
     parts = name.split("/")

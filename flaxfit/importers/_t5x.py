@@ -19,7 +19,7 @@ _PLACEHOLDER = "PLACEHOLDER://"
 
 
 def is_t5x(path: Path) -> bool:
-    """Whether a folder or a file is a T5X checkpoint, whose index is a MessagePack map."""
+    """Returns whether a path is a T5X checkpoint: its index is a MessagePack map."""
     index = path / _INDEX if path.is_dir() else path
     if not index.is_file():
         return False
@@ -83,7 +83,6 @@ def _leaves(tree: PyTree, keys: tuple[str, ...]) -> Iterator[tuple[str, PyTree]]
 
 
 def _is_spec(tree: dict[str, PyTree]) -> bool:
-    """Whether a dict is the TensorStore spec of an array."""
     return isinstance(tree.get("driver"), str) and isinstance(tree.get("kvstore"), dict)
 
 

@@ -17,7 +17,7 @@ _MOST_CHUNKS = 1 << 20
 
 
 def file_store(folder: Path, name: str) -> dict[str, Json]:
-    """Returns the spec of the store of an array that has a folder of its own."""
+    """Returns the spec of the store of an array with its own folder."""
     place = (folder / name).resolve()
     require(place.is_relative_to(folder.resolve()), f"{name:.100} lies outside of the folder")
     return {"driver": "file", "path": f"{place}/"}
@@ -26,7 +26,7 @@ def file_store(folder: Path, name: str) -> dict[str, Json]:
 def open_stores(
     specs: Mapping[str, Mapping[str, Json]], folder: Path, kind: str, *, old_bfloat16: bool = False
 ) -> dict[str, LazyArray]:
-    """Opens TensorStore's specs by the names of their arrays, all at the same time.
+    """Opens TensorStore specs concurrently; returns lazy arrays by name.
 
     `old_bfloat16` reads uint16 as bfloat16. `folder` and `kind` are for messages.
     """
@@ -37,7 +37,7 @@ def open_stores(
             name: tensorstore.open(dict(spec), open=True, read=True) for name, spec in specs.items()
         }
         stores = {name: store.result() for name, store in opening.items()}
-        # An array may state any shape, as parts that were not written are read as zeros.
+        # A forged header can state any shape, as unwritten chunks read as zeros: bound it.
         n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         limit = _ALWAYS_FINE + _MOST_GROWTH * n_bytes
         for name, store in stores.items():

@@ -23,7 +23,7 @@ class Translation:
     collisions: Mapping[str, list[str]]
 
     def problems(self, strict: bool = True) -> list[str]:
-        """Lists the problems that prevent the use of the translation, one a line."""
+        """Lists the problems that prevent the use of the translation, one per line."""
         lines = [f"{name}: no rule matches this name" for name in self.unmatched if strict]
         lines += [f"{' and '.join(olds)} all become {new}" for new, olds in self.collisions.items()]
         return lines
@@ -73,9 +73,9 @@ class CheckpointTranslator:
         return register
 
     def add_last_step(self, function: Function) -> Function:
-        """Decorates a function of `(opts, values)` that is called with all results of the rules.
+        """Decorates a function `(opts, values) -> values` that is called after all rules.
 
-        It returns the dict to continue with, for decisions that need more than one array.
+        It gets the results of all rules, for decisions that need more than one array.
 
         >>> tied = CheckpointTranslator()
         >>> @tied.add_last_step
@@ -89,8 +89,8 @@ class CheckpointTranslator:
     def inverse(self) -> "CheckpointTranslator":
         """The translator for the opposite direction, with its own rules.
 
-        `@translator.inverse.add(...)` adds a rule that undoes one; `translator.inverse.apply(...)`
-        restores the old names, for export.
+        `@translator.inverse.add(...)` adds a rule that undoes another rule;
+        `translator.inverse.apply(...)` restores the old names, for export.
         """
         if self._inverse is None:
             self._inverse = CheckpointTranslator()
@@ -159,7 +159,7 @@ class CheckpointTranslator:
             olds_of.setdefault(new_name, []).append(name)
             values.setdefault(new_name, new_value)
         collisions = {new: olds for new, olds in olds_of.items() if len(olds) > 1}
-        # The last steps may rename arrays, which are then identified by their object.
+        # The last steps may rename arrays: find their old names by object identity.
         origins = {id(value): olds_of[new][0] for new, value in values.items()}
         result = dict(values)
         for step in self._last_steps:
@@ -169,7 +169,7 @@ class CheckpointTranslator:
 
 
 class _Options(dict[str, object]):
-    """The options of rules, with a worded error for a missing one."""
+    """The options of rules; a missing option raises a clear error."""
 
     def __missing__(self, name: str) -> object:
         raise ValueError(
@@ -181,7 +181,6 @@ class _Options(dict[str, object]):
 def _renamed(
     rule: Rule, options: Mapping[str, object], name: str, value: ArrayLike, match: re.Match[str]
 ) -> tuple[str | None, ArrayLike]:
-    """Calls a rule and checks its result."""
     found = rule(options, name, value, *match.groups())
     if found is None:
         return None, None

@@ -1,4 +1,4 @@
-"""The one error for files that contradict their format, and checks that lead to it."""
+"""UnreadableFile: the error for files that contradict their format, and the checks."""
 
 import struct
 import zipfile
@@ -30,7 +30,7 @@ _EXTENDED_DTYPES = {
 
 
 class UnreadableFile(ValueError):
-    """A file is damaged, cut short, made to mislead, or of an unsupported kind.
+    """A file is damaged, truncated, forged, or of an unsupported kind.
 
     >>> raise UnreadableFile("Cannot read weights.npz: it is cut short.")
     Traceback (most recent call last):
@@ -40,9 +40,9 @@ class UnreadableFile(ValueError):
 
 @contextmanager
 def reading(path: object, kind: str, *also: type[Exception]) -> Iterator[None]:
-    """Turns errors of parsing, and the further types given, into `UnreadableFile`.
+    """Converts parsing errors, and the types `also`, to `UnreadableFile`.
 
-    Parsers may thus index and unpack freely, but must compare a size that the file states with
+    So parsers may index and unpack freely. But they must check a size that the file states against
     the bytes that exist before they allocate it.
     """
     try:
@@ -57,7 +57,7 @@ def reading(path: object, kind: str, *also: type[Exception]) -> Iterator[None]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises a `ValueError` with a message, which `reading` completes, unless a condition holds."""
+    """Raises a `ValueError`, whose message `reading` completes, unless a condition holds."""
     if not condition:
         raise ValueError(message)
 

@@ -18,19 +18,23 @@ from flaxfit.optim._averaged import like
 from flaxfit.step import (
     MODEL,
     OBJECTIVE,
+    SUMS,
     Difference,
     ForwardPass,
     Proof,
     comparison_of,
     has_statistics,
     outputs_of,
+    own_metrics,
     pass_of,
     prove,
     reduces_over,
     states_of,
+    try_doubled,
     try_halves,
     try_parts,
     try_rows,
+    try_weights,
     varies,
     weights_of,
 )
@@ -81,7 +85,13 @@ def examine(
     evaluation = None
     if isinstance(task, TrainTask):
         evaluation = pass_of(task, with_losses=with_losses, evaluates=True)
-    division = Division(strategy, run, n_parts, is_noisy, _values_of(task), evaluation)
+    gathers = task.across is not None or not task.pad or result.penalty is not None
+    gathers = gathers or result.values is not None and not result.values.ndim
+    division = Division(
+        *(strategy, run, n_parts, is_noisy, _values_of(task), evaluation),
+        averages=MODEL if gathers and task.objective is None else "",
+        has_sums=bool(own_metrics(task)) and not isinstance(batch.weights, Mapping),
+    )
     is_asked = division.text or is_replaced or may_pad and not why_not
     # `example_grads_hook` computes examples one by one, and refuses losses that combine them.
     if not is_asked or getattr(task, "example_grads_hook", None) is not None:
@@ -93,7 +103,12 @@ def examine(
     mixed, changed = division.find(state, batch, states)
     if task.objective is None and (mixed == MODEL or division.is_noisy):
         # A model that mixes rows hides whether losses and metrics do so: examine these alone.
-        own = division._replace(run=comparison_of(task, with_losses=with_losses), evaluation=None)
+        own = division._replace(
+            run=comparison_of(task, with_losses=with_losses),
+            evaluation=None,
+            averages="",
+            has_sums=False,
+        )
         load = functools.partial(division.with_outputs, task, state, batch, states)
         shapes = batch._replace(inputs=result.outputs)
         compared, changed_by_loss = own.find(state, shapes, states, load)
@@ -137,7 +152,7 @@ def _values_of(task: TrainTask | EvalTask) -> Function:
 
     Values are compared, not sums, since different sums may stand for one value.
     """
-    metrics = {f"The metric {name!r}": metric for name, metric in task.metrics.items()}
+    metrics = {SUMS.format(name): metric for name, metric in task.metrics.items()}
 
     def compute(owner: str, sums: PyTree) -> PyTree:
         if owner not in metrics:
@@ -208,6 +223,10 @@ class Division(NamedTuple):
     """Computes the value of a metric from its sums, see `try_halves`."""
     evaluation: Function | None = None
     """The pass of a training task in evaluation mode, where its rows may be deterministic."""
+    averages: str = ""
+    """The owner of arrays without rows that are averaged over replicas; see `try_halves`."""
+    has_sums: bool = False
+    """Whether user metrics return sums of a batch."""
 
     @property
     def n_replicas(self) -> int:
@@ -306,7 +325,7 @@ class Division(NamedTuple):
             moved = jit(lambda state, *others: function(_moved(*state), *others))
             return lambda state, batch, seed: moved(state, batch, states, seed)
 
-        evaluation = self.evaluation if proof.draws and not self.is_noisy else None
+        evaluation = self.evaluation if proof.draws or self.is_noisy else None
         # A proof replaces the trial, which would refuse random numbers that a module draws from a
         # fixed key: equal for all seeds, but different for other batch sizes.
         if evaluation is not None and self._prove(evaluation, state, batch, states).is_independent:
@@ -329,25 +348,40 @@ class Division(NamedTuple):
     ) -> tuple[str, Difference]:
         """Compares the pass over a batch with those over its halves, for a perturbed state."""
         axis, (one, together, evaluation) = self.strategy.axis_name, programs
-        halves = functools.partial(
-            *(try_halves, one, state, batch),
+        strictly = functools.partial(
+            try_halves,
             before=getattr(state[0], "model_state", ()),
             compute=self.compute,
-            is_noisy=self.is_noisy,
-            draws=proof.draws,
+            close=proof.close,
+            averages=self.averages,
         )
+        halves = functools.partial(
+            *(strictly, one, state, batch), is_noisy=self.is_noisy, draws=proof.draws
+        )
+        if evaluation is not None and varies(evaluation, state, batch):
+            evaluation = None
+        steady = evaluation if proof.draws else one
         mixed = try_rows(one, state, batch, all_rows=not proof.is_same_program)
         changed = Difference()
         # The module reduces over replicas itself: only halves that see each other can agree.
         is_joint = proof.names_axis and axis is not None and self.n_parts == 1
         # A program that depends on the number of rows is tried at the size that it will run at.
-        if not proof.is_same_program and not (is_joint or mixed):
-            mixed = try_parts(one, state, batch, self._part(batch))
+        if not (proof.is_same_program or is_joint or mixed or steady is None):
+            mixed = try_parts(steady, state, batch, self._part(batch), proof.close)
         if not (is_joint or mixed):
             changed = halves()
             mixed = changed.rows
-        if evaluation is not None and not (is_joint or mixed or varies(evaluation, state, batch)):
-            mixed = try_halves(evaluation, state, batch, compute=self.compute).rows
+        if evaluation is not None and not (is_joint or mixed or any(changed)):
+            changed = strictly(evaluation, state, batch)
+            mixed = changed.rows
+        if self.is_noisy and not (is_joint or mixed or any(changed)):
+            # Equal halves have the statistics of the whole batch, so that BatchNorm hides nothing.
+            changed = try_doubled(functools.partial(strictly, one, state), batch, proof.draws)
+            mixed = changed.rows
+        if self.has_sums and not (is_joint or mixed or steady is None):
+            mixed = try_weights(
+                *(steady, state, batch, self.compute, proof.close), is_divided=bool(self.text)
+            )
         if mixed and not is_joint:
             changed = Difference(rows=mixed)
         # The library's losses reduce over replicas only under a mapped axis, which the trial of
@@ -369,7 +403,7 @@ class Division(NamedTuple):
             chain = halves(continued=continued)
             state_of_replicas = changed.state if self.n_replicas > 1 else ""
             rows = changed.rows or chain.rows  # Rows of the second half may read the model state.
-            changed = Difference(rows, state_of_replicas, chain.chained, changed.penalty)
+            changed = changed._replace(rows=rows, state=state_of_replicas, chained=chain.chained)
         return mixed, changed
 
     def _local(self, state: PyTree) -> PyTree:

@@ -21,6 +21,12 @@ def about_change(
             "that is neither the mean over the parts of the batch nor equal in all of them, so the "
             f"result would differ from that of the whole batch. Use {advice}."
         )
+    if changed.shared:
+        return (
+            f"Cannot divide a batch, with {text}: the output {changed.shared} of the model, one "
+            "for a batch, is not the mean over the parts, which the loss would receive. "
+            f"Return one value per example, or use {advice}."
+        )
     if changed.penalty:
         return (
             f"Cannot divide a batch, with {text}: the penalty that the model adds to the loss is "
@@ -47,6 +53,13 @@ def about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
             "strategy=Sharded(), without accumulate and virtual_replicas. With pad=False an "
             "objective may also gather the rows of all devices itself: "
             "jax.lax.all_gather(x, 'replica', tiled=True)."
+        )
+    if owner.endswith("sums"):
+        return (
+            f"{owner.removesuffix(', whose sums')} cannot be measured "
+            f"{f'with {text}' if text else 'with batches that may be padded'}: its sums over the "
+            "parts of a batch do not add up to its sums over the batch, or count examples of "
+            "weight 0. Return sums over the examples, each times its weight."
         )
     if not pad and owner.startswith("The metric"):
         return (

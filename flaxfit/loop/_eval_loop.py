@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from flaxfit.data import as_stream
+from flaxfit.data._batch import Batch
 from flaxfit.loop._collected_rows import CollectedRows, check_bounds, of_rows
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._division import examine
@@ -289,24 +290,21 @@ class EvalLoop:
         self, feed: Feed, first: PyTree, state: PyTree, data: Data, *, is_cut: bool
     ) -> Sums:
         """Validates the first batch, and decides how the feed pads; returns the shapes of sums."""
-        bind = self.strategy.bind
         is_known, self._checked = data is self._checked, data
         batch, whole = feed.begin(first), None if is_known else feed.whole()
         if whole is not None and not is_cut:
             check_bounds(self._collecting, whole)
-        traced = inspect(self.task, state, batch, whole, bind, self._programs.found)
-        result = traced.shapes
-        why_not = examine(
-            for_all_outputs(self.task, result.outputs, batch),
-            self.strategy,
-            state,
-            batch,
-            result,
-            self._programs.found,
-            may_pad=feed.may_pad,
-        )
-        feed.decide(why_not)
-        return {k: each for k, each in result.sums.items() if k not in self._collecting}
+
+        def examined(batch: Batch, whole: Batch | None = None) -> tuple[str, Sums]:
+            bind, found = self.strategy.bind, self._programs.found
+            result = inspect(self.task, state, batch, whole, bind, found).shapes
+            task = for_all_outputs(self.task, result.outputs, batch)
+            given = task, self.strategy, state, batch, result, found
+            return examine(*given, may_pad=feed.may_pad), result.sums
+
+        why_not, sums = examined(batch, whole)
+        feed.decide(why_not, lambda batch: examined(batch)[0])
+        return {name: each for name, each in sums.items() if name not in self._collecting}
 
     def _compile(
         self, layout: StateLayout, prepared: PreparedBatch, arguments: tuple[PyTree, ...]

@@ -1,7 +1,8 @@
 """Feed: turns the items of a stream into arguments of compiled programs, on the devices."""
 
+import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,15 +113,21 @@ class Feed:
         """Whether a batch may have to be padded."""
         return batch
 
-    def decide(self, why_not: str) -> None:
-        """Fixes how batches are treated: padded, or only split if `why_not` gives a reason."""
-        self.why_not = why_not
+    def decide(self, why_not: str, examine: Callable[[Batch], str] | None = None) -> None:
+        """Fixes how batches are treated: padded, or only split if `why_not` gives a reason.
+
+        `examine` returns the reason for a batch whose rows have other shapes, such as longer
+        sequences: the model may mix these.
+        """
+        self.why_not, self._examine = why_not, examine
         self.may_pad |= bool(why_not)  # The reason then holds for given batches, too.
         n, is_even = self.batch_size, self._is_even and self._drops_weights
         self._remainder_padder = self._make(why_not or "it is a remainder", size=n)
-        self._padder = self._make(
-            why_not, size=n, is_process_local=self.is_process_local, is_even=is_even, say=self._say
-        )
+        is_local = self.is_process_local
+        options = {"is_process_local": is_local, "is_even": is_even, "say": self._say}
+        self._padder = self._make(why_not, size=n, **options)
+        self._padders = {_form_of(self.shapes): self._padder}
+        self._make_padder = functools.partial(self._make, size=n, **options)
         self.is_decided = True
 
     # Batches of the stream.
@@ -151,7 +158,8 @@ class Feed:
 
     def _prepare(self, item: PyTree) -> PreparedBatch:
         if not self.cursor.takes_rows:
-            return self._padder(item)
+            batch = normalize(item, is_whole=self.is_whole)
+            return self._padder_of(batch, self._padders, self._make_padder)(batch)
         prepared = self._padder(Batch((item,)))
         if self.resident is not None and prepared.strategy is self._strategy:
             prepared = local_rows(prepared._replace(is_weighted=self.resident.weights is not None))
@@ -161,6 +169,18 @@ class Feed:
             return local_examples(prepared, self.examples)
         # A remainder runs on fewer devices than the data is placed on, so it is gathered here.
         return self._remainder_padder(self.examples(item))
+
+    def _padder_of(
+        self, batch: Batch, known: dict[tuple[Hashable, ...], Padder], make: Callable[[str], Padder]
+    ) -> Padder:
+        """Returns the padder for batches whose rows have the shapes of this one's."""
+        if (form := _form_of(batch)) not in known:
+            first = next(iter(known.values()))
+            if self._examine is None or form[0] != next(iter(known))[0]:
+                return first  # It raises an error for another structure.
+            why_not = self._examine(batch)
+            known[form] = first if why_not == first.why_not else make(why_not)
+        return known[form]
 
     def without_padding(self, outputs: PyTree, n: int) -> PyTree:
         """Cuts joined outputs to `n` rows, or to `n` of each process if `is_process_local`."""
@@ -190,18 +210,23 @@ class Feed:
             check_weights_of(batch, "This batch")  # Reading device arrays would wait for them.
         return batch
 
-    def decide_given(self, why_not: str) -> None:
+    def decide_given(self, why_not: str, batch: Batch) -> None:
         """As `decide`, for given batches, which are padded only to a multiple of the devices."""
-        self._given_padder = self._make(
-            why_not,
-            size=sys.maxsize if why_not else 1,
-            is_process_local=self._strategy.n_processes > 1,
-        )
+        self._given_padders = {_form_of(batch): self._make_given(why_not)}
         self.is_decided_for_given = True
+
+    def _make_given(self, why_not: str) -> Padder:
+        size, is_local = sys.maxsize if why_not else 1, self._strategy.n_processes > 1
+        return self._make(why_not, size=size, is_process_local=is_local)
 
     def load_given(self, item: PyTree) -> Loaded:
         """Loads a batch from outside the stream."""
-        return self._assemble_given([item], lambda item: self._given_padder(self.given(item)))
+
+        def prepare(item: PyTree) -> PreparedBatch:
+            batch = self.given(item)
+            return self._padder_of(batch, self._given_padders, self._make_given)(batch)
+
+        return self._assemble_given([item], prepare)
 
     # Batches for the cost of a step.
 
@@ -265,6 +290,12 @@ def feed_of_pass(
     feed = Feed(strategy, form, is_whole=may_be_whole(task, strategy))
     feed.take_from(Cursor(stream, is_trained_on=False))
     return feed
+
+
+def _form_of(batch: Batch | None) -> tuple[Hashable, ...]:
+    """Returns a key that batches share if they differ only in their numbers of rows."""
+    leaves, structure = jax.tree.flatten((batch or Batch(()))[:2])
+    return structure, *((np.shape(leaf)[1:], leaf.dtype) for leaf in leaves)
 
 
 def _rounded(data: Batch, batch_size: int) -> Batch:

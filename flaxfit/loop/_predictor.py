@@ -162,12 +162,17 @@ class Predictor:
         """Validates the model on the first batch, and decides how all batches are padded."""
         batch, may_pad = feed.begin(first), feed.may_pad
         feed.decide("")
-        batch = feed.padded(batch)._replace(targets=(), weights=None)
-        why_not = self.check(strategy, state, batch, may_pad=may_pad)
-        # With `across`, only the loss combines rows, and prediction computes no loss.
-        if not self.task.pad and self.task.across is None:
-            why_not = why_not or "the task has pad=False"
-        feed.decide(why_not)
+        padded = feed.padded(batch)
+
+        def why_not(batch: Batch) -> str:
+            batch = batch._replace(targets=(), weights=None)
+            found = self.check(strategy, state, batch, may_pad=may_pad)
+            # With `across`, only the loss combines rows, and prediction computes no loss.
+            if not self.task.pad and self.task.across is None:
+                return found or "the task has pad=False"
+            return found
+
+        feed.decide(why_not(padded), why_not)
 
     def check(self, strategy: Strategy, state: PyTree, batch: Batch, *, may_pad: bool) -> str:
         """Validates the model on a batch; returns why padding is unsafe, or "".

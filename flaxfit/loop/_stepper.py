@@ -261,7 +261,8 @@ class Stepper:
         if not feed.is_decided_for_given:
             given = feed.given(item)
             is_known = feed.may_pad
-            feed.decide_given(feed.why_not if is_known else self._inspect(given, None, True))
+            why_not = feed.why_not if is_known else self._inspect(given, None, True)
+            feed.decide_given(why_not, given)
         return feed.load_given(item)
 
     def expect(self, item: PyTree) -> None:
@@ -283,7 +284,9 @@ class Stepper:
             self.consistency.data(self.cursor.stream_position())
         data = feed.whole()
         batch = feed.begin(batch, data)
-        feed.decide(self._inspect(batch, data, feed.may_pad))
+        why_not = self._inspect(batch, data, feed.may_pad)
+        examine = None if self.task.step else lambda x: self._inspect(x, None, feed.may_pad)
+        feed.decide(why_not, examine)
 
     def _inspect(self, batch: Batch, data: Batch | None, may_pad: bool) -> str:
         """Validates a batch; returns why padding is unsafe, or ""."""

@@ -1,8 +1,8 @@
 """Losses by name: Optax's per-example losses behind checks of shapes, dtypes and label values.
 
 Every loss takes `(outputs, targets)` and returns values of shape `(batch, ...)`; flaxfit takes
-their weighted mean. Classification losses take logits. Optax broadcasts in silence where shapes
-differ; the losses here raise an error with both shapes.
+their weighted mean. Classification losses take logits. If shapes differ, Optax broadcasts silently;
+these losses raise an error with both shapes.
 
 >>> import numpy as np
 >>> crossentropy(np.array([[2.0, 0.0], [2.0, 0.0]]), np.array([0, 1])) > 1

@@ -26,7 +26,7 @@ from flaxfit.losses._names import Loss, resolve
 from flaxfit.losses._overlap import dice, summed_axes, tversky
 from flaxfit.tree import Array, ArrayLike, PyTree
 
-_ROUNDING = 1e-3  # Of soft labels, such as those of mixup.
+_ROUNDING = 1e-3  # Allowed for soft labels, such as mixup's.
 _OF_CLASSES = (crossentropy, generalized_crossentropy, ctc)
 _OF_ROWS = (onehot_crossentropy, categorical_focal_crossentropy, categorical_hinge)
 _OF_MASKS = (dice, tversky)
@@ -35,20 +35,20 @@ _OF_SIGNS = (hinge, squared_hinge)
 
 
 class Labels(NamedTuple):
-    """The labels that a loss takes."""
+    """The labels that a loss accepts."""
 
     allowed: str
-    """Which, in words."""
+    """The accepted labels, for messages."""
     owner: str
-    """The loss that takes them, in words."""
+    """What the labels are for, such as "10 outputs", for messages."""
     are_wrong: Callable[[Array], Array]
-    """Marks the other labels, by element."""
+    """Returns a mask of the labels that are not accepted."""
     stand_in: int
-    """A label that it takes."""
+    """An accepted label, to replace wrong ones."""
 
 
 def labels_for(loss: Loss, outputs: ArrayLike) -> Labels | None:
-    """The labels that a loss takes for outputs of this shape; None if it takes any."""
+    """Returns the labels that a loss accepts for outputs of this shape; None: any."""
     options: Mapping[str, Any] = {}
     if isinstance(loss, functools.partial) and not loss.args:
         loss, options = loss.func, loss.keywords
@@ -86,7 +86,7 @@ def out_of_range(loss: Loss, *outputs_and_targets: PyTree) -> Array | None:
 
 
 def in_range(loss: Loss, *outputs_and_targets: PyTree) -> PyTree:
-    """The loss, with values and gradients of 0 where a label is out of range."""
+    """Computes the loss, with values and gradients of 0 where a label is out of range."""
     labels = _labels_of_call(loss, outputs_and_targets)
     if labels is None:
         return loss(*outputs_and_targets)
@@ -99,7 +99,7 @@ def in_range(loss: Loss, *outputs_and_targets: PyTree) -> PyTree:
 
 
 def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
-    """Checks on the host that the values of labels suit one of the losses of `flaxfit.losses`.
+    """Checks on the host that a loss of `flaxfit.losses` accepts the values of labels.
 
     Args:
       loss: what `resolve` takes. For any other function nothing is checked.
@@ -112,7 +112,7 @@ def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
     ValueError: label 12 is out of range for 10 outputs (labels must be 0..9). Out of range: 1 ...
 
     Raises:
-      ValueError: labels are out of range, with how many, and the lowest or highest of them.
+      ValueError: labels are out of range; the message gives their number and an extreme one.
     """
     loss, outputs, targets = resolve(loss), jax.tree.leaves(outputs), jax.tree.leaves(targets)
     if len(outputs) != 1 or len(targets) != 1 or not targets[0].size:
@@ -135,7 +135,7 @@ def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
 def check_loss_shape(
     values_shape: tuple[int, ...], outputs: PyTree, targets: PyTree, batch_size: int
 ) -> None:
-    """Checks that a loss returned a scalar or values of shape `(batch, ...)`, not by broadcasting.
+    """Checks that a loss returned a scalar or values `(batch, ...)`, without broadcasting.
 
     Args:
       values_shape: the shape of what the loss returned.
@@ -146,7 +146,7 @@ def check_loss_shape(
     >>> check_loss_shape((32,), (np.ones((32, 10)),), (np.ones(32),), 32)
 
     Raises:
-      ValueError: the shape is neither, or outputs and targets were broadcast to it.
+      ValueError: the shape is wrong, or outputs and targets were broadcast to it.
     """
     values_shape = tuple(values_shape)
     received = f"the loss returned shape {values_shape}; expected () or ({batch_size},)."
@@ -166,12 +166,12 @@ def check_loss_shape(
 def _broadcasts_to(
     values: tuple[int, ...], outputs: tuple[int, ...], targets: tuple[int, ...]
 ) -> bool:
-    """Whether values have the shape that outputs and targets broadcast to, and neither has."""
+    """Returns whether values have the broadcast shape, and neither outputs nor targets do."""
     try:
         broadcast = np.broadcast_shapes(outputs, targets)
     except ValueError:
         return False
-    # A loss by token, (batch, tokens), has the leading axes of one of them.
+    # A per-token loss, (batch, tokens), has the leading axes of outputs or targets.
     is_natural = values in (outputs[: len(values)], targets[: len(values)])
     return values == broadcast and not is_natural
 
@@ -181,7 +181,7 @@ def _not_a_share(labels: Array) -> Array:
 
 
 def _by_value(loss: Loss, wrong_labels: Array) -> Array:
-    """Marks the values of a loss that have a wrong label."""
+    """Returns a mask of the loss values with a wrong label."""
     options: Mapping[str, Any] = {}
     if isinstance(loss, functools.partial):
         loss, options = loss.func, loss.keywords
@@ -193,7 +193,7 @@ def _by_value(loss: Loss, wrong_labels: Array) -> Array:
 
 
 def _labels_of_call(loss: Loss, arguments: tuple[PyTree, ...]) -> Labels | None:
-    """The labels that a loss takes, where it is called with one output and one target."""
+    """Returns the labels that a loss accepts, if called with one output and one target."""
     if len(arguments) != 2 or not all(hasattr(each, "shape") for each in arguments):
         return None
     return labels_for(loss, arguments[0])

@@ -20,9 +20,9 @@ def circle(
 
     It is `log(1 + N P)`, with s the cosine similarity, m the margin,
     `N = sum(exp(gamma max(s + m, 0) (s - m)))` over the examples of other labels and
-    `P = sum(exp(-gamma (1 + m - s) (s - 1 + m)))` over those of the same label. Y. Sun et al.,
+    `P = sum(exp(-gamma (1 + m - s) (s - 1 + m)))` over examples of the same label. Y. Sun et al.,
     "Circle Loss: A Unified Perspective of Pair Similarity Optimization", 2020. As in Keras,
-    examples of value 0 do not count, such as those with a label that no other example has.
+    examples of value 0 do not count, such as an example with a unique label.
 
     Args:
       embeddings: `(batch, features)`, of length 1.
@@ -56,6 +56,6 @@ def circle(
 
 
 def _logsumexp(values: jax.Array, counts: jax.Array) -> jax.Array:
-    """By row, over what counts; 0 where nothing does, whose gradient would be NaN."""
+    """Returns the logsumexp of each row over what counts; over all if nothing does (else NaN)."""
     counts |= ~counts.any(1, keepdims=True)
     return jax.nn.logsumexp(values, axis=1, where=counts)

@@ -1,7 +1,7 @@
-"""Losses that compare the examples of a batch with one another: train them with `across="batch"`.
+"""Losses that compare the examples of a batch with each other: train them with `across="batch"`.
 
-Where a batch is divided over the replicas of a mapped axis, `info_nce` computes on each the values
-of its own examples alone, against the outputs of all replicas.
+If a batch is divided over replicas, `info_nce` computes on each replica the values of its own
+examples, against the outputs of all replicas.
 """
 
 import jax
@@ -38,14 +38,14 @@ def info_nce(
 
     Args:
       first: `(batch, features)`, such as the embeddings of images.
-      second: embeddings of the same shape, such as those of texts.
+      second: embeddings of the same shape, such as text embeddings.
       log_scale: a scalar that the model learns and returns as a third output: the logits are
         multiplied by `exp(log_scale)`.
-      temperature: what the logits are divided by; None: 0.07 without `log_scale`, as in CLIP.
-        `info_nce(temperature=0.1)` is the loss with it.
+      temperature: divides the logits; None: 0.07 without `log_scale`, as in CLIP.
+        `info_nce(temperature=0.1)` returns the loss with this option.
       normalize: whether to scale the embeddings to length 1.
-      axis_name: the axis of the strategy's replicas. Under another name the loss is the same, but
-        each replica computes that of the whole batch.
+      axis_name: the axis of the strategy's replicas. With any other name the loss is the same, but
+        every replica computes the whole batch.
 
     Returns:
       One value per pair, of shape `(batch,)`.
@@ -87,7 +87,7 @@ def supervised_contrastive(
     Args:
       embeddings: `(batch, features)`.
       labels: integers of shape `(batch,)`.
-      temperature: what the logits are divided by.
+      temperature: divides the logits.
       normalize: whether to scale the embeddings to length 1.
 
     Returns:
@@ -107,7 +107,7 @@ def supervised_contrastive(
     is_other = ~jnp.eye(len(labels), dtype=bool)
     is_positive = (labels[:, None] == labels) & is_other
     logits = jnp.matmul(x, x.T, precision="highest") / temperature
-    # A batch of one example has no others.
+    # A batch of one has no others: a logsumexp over nothing has NaN gradients.
     of_others = jax.nn.logsumexp(logits, axis=1, where=is_other | ~is_other.any(1, keepdims=True))
     n_positives = is_positive.sum(1)
     losses = jnp.where(is_positive, of_others[:, None] - logits, 0)
@@ -116,7 +116,7 @@ def supervised_contrastive(
 
 
 def _scale(log_scale: ArrayLike | None, temperature: float | None) -> ArrayLike:
-    """The factor of the dot products of embeddings."""
+    """Returns the factor of the dot products of embeddings."""
     _check_temperature("info_nce", temperature)
     if log_scale is None:
         return 1 / (0.07 if temperature is None else temperature)
@@ -140,12 +140,12 @@ def _check_temperature(name: str, temperature: float | None) -> None:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Scales vectors to length 1; zeros, whose gradient is no NaN, stay zeros."""
+    """Scales vectors to length 1; a zero vector stays zero, with a finite gradient."""
     return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), 1e-24))
 
 
 def _of_all_replicas(axis_name: str, *rows: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-    """The numbers of the rows of this replica in the batch, and the rows of all replicas."""
+    """Returns the positions of this replica's rows in the batch, and all replicas' rows."""
     numbers = jnp.arange(len(rows[0]))
     try:
         n_replicas = jax.lax.psum(1, axis_name)

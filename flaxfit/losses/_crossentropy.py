@@ -41,7 +41,7 @@ def crossentropy(
       logits: `(batch, ..., classes)`.
       labels: integers of shape `(batch, ...)`. A label outside `0..classes - 1` gives NaN.
       ignore_label: a label that does not count, such as -100. The loss is then `(values, weights)`,
-        with the weight 0 where it stands. `crossentropy(ignore_label=-100)` is the loss with it.
+        with the weight 0 there. `crossentropy(ignore_label=-100)` returns a loss with the option.
       label_smoothing: the fraction of each label that is spread evenly over all classes.
       from_logits: False for outputs that are probabilities. As in Keras they are divided by their
         sum, and below 1e-7 they count as 1e-7.
@@ -85,15 +85,15 @@ def _of_label(
 
 
 def at_label(values: jax.Array, labels: jax.Array) -> jax.Array:
-    """The value of the class of each label, along the last axis."""
-    is_own = jnp.arange(values.shape[-1]) == labels[..., None].astype(jnp.int32)
-    return jnp.where(is_own, values, 0).sum(-1)
+    """Returns `values[..., label]` for each label."""
+    is_labeled = jnp.arange(values.shape[-1]) == labels[..., None].astype(jnp.int32)
+    return jnp.where(is_labeled, values, 0).sum(-1)
 
 
 def _values(
     loss: LossFn, logits: jax.Array, labels: jax.Array, ignore_label: float | None
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The values of a loss; with a label to ignore, and weights that are 0 where it stands."""
+    """Returns values of a loss; with `ignore_label` also weights, 0 at the ignored labels."""
     if ignore_label is None:
         return jnp.asarray(loss(logits, labels))
     counts = labels != ignore_label
@@ -102,8 +102,8 @@ def _values(
 
 
 def not_a_class(labels: Array, n_classes: int) -> Array:
-    """Marks the integer labels outside `0..n_classes - 1`."""
-    if labels.dtype.itemsize < 4:  # The number of classes may not fit.
+    """Returns a mask of the integer labels outside `0..n_classes - 1`."""
+    if labels.dtype.itemsize < 4:  # `n_classes` may not fit into 8 or 16 bits.
         labels = labels.astype(np.int32)
     return (labels < 0) | (labels >= n_classes)
 
@@ -139,7 +139,7 @@ def onehot_crossentropy(
 
 
 def smoothed(name: str, labels: ArrayLike, label_smoothing: float) -> jax.Array:
-    """One-hot labels of which a fraction is spread evenly over all classes."""
+    """Spreads a fraction of one-hot labels evenly over all classes."""
     check_share(name, "label_smoothing", label_smoothing)
     labels = floating(labels)
     return optax.smooth_labels(labels, label_smoothing) if label_smoothing else labels
@@ -184,7 +184,7 @@ def binary_crossentropy(
 
 
 def of_probabilities(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
-    """The cross-entropy between labels in 0..1 and probabilities, by element."""
+    """Computes the elementwise cross-entropy of labels in 0..1 and probabilities."""
     shares = clipped(probabilities)
     return -labels * jnp.log(shares) - (1 - labels) * jnp.log(1 - shares)
 

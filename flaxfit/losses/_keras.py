@@ -1,4 +1,4 @@
-"""The names that Keras has for losses, and its own objects, which are refused."""
+"""Keras's names of losses; Keras's own loss objects are rejected."""
 
 import inspect
 import re
@@ -22,25 +22,25 @@ _SAME += ("CategoricalHinge", "Dice", "Tversky", "CTC", "Circle")
 
 
 def _as_function(name: str) -> str:
-    """The name of the function of a class of Keras."""
+    """Returns the name of the function that belongs to a Keras class."""
     return re.sub("(?<=[a-z])(?=[A-Z])|(?<=KL)(?=D)", "_", name).lower()
 
 
 OF_CLASSES = {**_OWN, **{name: _as_function(name) for name in _SAME}}
-"""Our names of the classes of Keras."""
+"""Our names by Keras class."""
 OF_FUNCTIONS = {_as_function(name): own for name, own in OF_CLASSES.items()}
-"""Our names of its functions."""
+"""Our names by Keras function."""
 SHORT = {"BCE": "binary_crossentropy", "KLD": "kl_divergence", "MSE": "mse", "MAE": "mae"}
 SHORT |= {"MAPE": "mape", "MSLE": "msle"}
 ALIASES = {**OF_CLASSES, **OF_FUNCTIONS, **SHORT, **{n.lower(): own for n, own in SHORT.items()}}
-"""Our names of all that Keras knows by a string."""
+"""Our names by every string that Keras accepts."""
 
 
 def refuse_keras(loss: PyTree, known: Mapping[str, LossFn]) -> None:
-    """Refuses a loss of Keras, which takes the targets first, with the counterpart among `known`.
+    """Rejects a Keras loss, which takes the targets first, and names the one among `known`.
 
     Raises:
-      TypeError: it is an object, a class or a function of Keras that has one.
+      TypeError: it is an object, a class or a function of Keras that has a counterpart.
     """
     kind = loss if inspect.isclass(loss) or inspect.isfunction(loss) else type(loss)
     if str(kind.__module__).partition(".")[0] not in ("keras", "tf_keras"):
@@ -58,7 +58,7 @@ def refuse_keras(loss: PyTree, known: Mapping[str, LossFn]) -> None:
 
 
 def _options(loss: PyTree, own: LossFn) -> str:
-    """The options of a loss object of Keras that its counterpart takes and that change it."""
+    """Returns the options of a Keras loss object that its counterpart has, except defaults."""
     defaults = {p.name: p.default for p in inspect.signature(own).parameters.values()}
     given: Mapping[str, Any] = getattr(loss, "_fn_kwargs", {})
     renamed = {{"ignore_class": "ignore_label"}.get(name, name): x for name, x in given.items()}

@@ -81,7 +81,7 @@ _OF_OPTAX = {name: loss for name, loss in vars(optax.losses).items() if _IS_LOSS
 def resolve(loss: str | Loss) -> Loss:
     """Finds the loss function that a user means by a name or a function.
 
-    Names are those of flaxfit, of Keras (functions and classes) and of `optax.losses`. A function
+    It knows the names of flaxfit, Keras (functions and classes) and `optax.losses`. A function
     is returned unchanged, except for the Optax losses that broadcast silently: they are replaced by
     the checked ones of `flaxfit.losses`, which compute the same.
 
@@ -117,7 +117,7 @@ def resolve(loss: str | Loss) -> Loss:
 
 
 def is_loss(loss: object) -> bool:
-    """Whether a name or a function, possibly partial, is a loss of flaxfit or Optax.
+    """Returns whether a name or a (partial) function is a loss of flaxfit or Optax.
 
     >>> is_loss("hinge"), is_loss(functools.partial(optax.huber_loss, delta=2.0)), is_loss(max)
     (True, True, False)

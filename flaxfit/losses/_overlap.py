@@ -26,7 +26,7 @@ def dice(
       logits: `(batch, ...)`.
       labels: in 0..1, of the same shape.
       axis: the axes to sum over; None: all but the batch axis. The loss averages over the others.
-      from_logits: False for outputs that are probabilities, such as those of a softmax.
+      from_logits: False for outputs that are probabilities, such as a softmax's.
 
     Raises:
       ValueError: the shapes differ, or `axis` is not among the axes after the first.
@@ -75,7 +75,7 @@ def tversky(
 
 
 def summed_axes(name: str, axis: int | Sequence[int] | None, n: int) -> tuple[int, ...]:
-    """The axes of an array of `n` axes that a loss sums over."""
+    """Returns the axes to sum over, of an array of `n` axes."""
     if axis is None:
         return tuple(range(1, n))
     axes = tuple(each + n if each < 0 else each for each in np.atleast_1d(axis).tolist())
@@ -94,7 +94,6 @@ def _prepared(
     axis: int | Sequence[int] | None,
     from_logits: bool,
 ) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
-    """Probabilities, labels and the axes to sum over."""
     check_same_shape(name, logits, labels, "labels")
     axes = summed_axes(name, axis, np.ndim(logits))
     shares = floating(logits)

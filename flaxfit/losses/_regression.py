@@ -1,4 +1,4 @@
-"""The losses of regression, and those of vectors."""
+"""Losses of regression, and of vectors."""
 
 import jax
 import jax.numpy as jnp
@@ -229,5 +229,5 @@ def cosine_similarity(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1)
 
 
 def _size(numbers: jax.Array) -> jax.Array:
-    """Absolute values, with a gradient of 0 at 0: that of JAX's abs is 1 there."""
+    """Returns `|x|` with a gradient of 0 at 0, where JAX's `abs` has 1."""
     return jnp.where(numbers == 0, 0, jnp.abs(numbers))

@@ -12,11 +12,11 @@ from flaxfit.display import short_errors
 from flaxfit.tree import ArrayLike, LossFn
 
 EPSILON = 1e-7
-"""The least probability, and the least divisor, as in Keras."""
+"""The smallest probability and the smallest divisor, as in Keras."""
 
 
 def public(loss: LossFn) -> LossFn:
-    """Makes a loss raise short errors, and return itself with options when given these alone."""
+    """Shortens a loss's errors, and makes a call with only options return a partial of it."""
     signature = inspect.signature(loss)
     parameters = signature.parameters.values()
     arrays = {p.name for p in parameters if p.default is p.empty}
@@ -30,7 +30,7 @@ def public(loss: LossFn) -> LossFn:
             return functools.partial(itself, **options)
         return loss(*arguments, **named, **options)
 
-    # It is the loss itself, not something around it.
+    # `is_by_row` ignores the mark of anything with `__wrapped__`, as `wraps` copies marks.
     itself = short_errors(configured)
     attributes = vars(itself)
     del attributes["__wrapped__"]
@@ -39,7 +39,7 @@ def public(loss: LossFn) -> LossFn:
 
 
 def _checked_options(name: str, options: dict[str, Any], known: list[str]) -> dict[str, Any]:
-    """The options of a loss by its own names, of which Keras has another for one."""
+    """Returns the options of a loss, with Keras's `ignore_class` renamed to `ignore_label`."""
     if "ignore_class" in options and "ignore_label" in known:
         if "ignore_label" in options:
             raise TypeError(f"loss {name!r}: ignore_class is ignore_label: pass one of them.")
@@ -67,7 +67,7 @@ def floating(array: ArrayLike) -> jax.Array:
 def check_same_shape(
     name: str, outputs: ArrayLike, targets: ArrayLike, what: str = "targets"
 ) -> None:
-    """Checks that targets have the shape of the outputs, which they might broadcast to."""
+    """Checks that targets have the shape of the outputs, as they might broadcast."""
     shape, received = np.shape(outputs), np.shape(targets)
     if shape == received:
         return
@@ -98,7 +98,7 @@ def check_embeddings(name: str, embeddings: ArrayLike, labels: ArrayLike) -> Non
 
 
 def check_onehot(name: str, outputs: ArrayLike, labels: ArrayLike, integers: str) -> None:
-    """Checks that labels have one value for each of several classes, as the outputs."""
+    """Checks that labels and outputs have one value per class, for several classes."""
     shape = np.shape(outputs)
     if np.shape(labels) != shape or len(shape) < 2 or shape[-1] == 1:
         raise ValueError(
@@ -109,13 +109,13 @@ def check_onehot(name: str, outputs: ArrayLike, labels: ArrayLike, integers: str
 
 
 def check_share(name: str, option: str, value: float) -> None:
-    """Checks an option that lies between 0 and 1."""
+    """Checks that an option lies in [0, 1]."""
     if not 0 <= value <= 1:
         raise ValueError(f"loss {name!r}: {option} must lie between 0 and 1, got {value!r}.")
 
 
 def with_axis_last(name: str, axis: int, *arrays: ArrayLike) -> tuple[ArrayLike, ...]:
-    """Arrays whose axis of classes is moved to the end."""
+    """Moves the class axis of arrays to the end."""
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise TypeError(f"loss {name!r}: axis must be an integer, got {axis!r}.")
     if axis == -1:
@@ -123,39 +123,40 @@ def with_axis_last(name: str, axis: int, *arrays: ArrayLike) -> tuple[ArrayLike,
     n = np.ndim(arrays[0])
     if axis in (0, -n) or not -n <= axis < n:
         raise ValueError(
-            f"loss {name!r}: axis={axis} is none of the axes after that of the examples; the "
-            f"outputs have shape {np.shape(arrays[0])}."
+            f"loss {name!r}: axis={axis} must be one of the axes after the first, that of the "
+            f"examples; the outputs have shape {np.shape(arrays[0])}."
         )
     return tuple(jnp.moveaxis(jnp.asarray(x), axis, -1) for x in arrays)
 
 
 def log_of_shares(probabilities: jax.Array) -> jax.Array:
-    """The logarithms of probabilities along the last axis, scaled to a sum of 1, as in Keras."""
+    """Returns logs of probabilities, normalized along the last axis as in Keras."""
     return jnp.log(clipped(probabilities / probabilities.sum(-1, keepdims=True)))
 
 
 def but_ruled_out(logs: jax.Array, labels: jax.Array) -> jax.Array:
-    """Logarithms in which -inf, of a class that is ruled out, is 0 where the label is 0."""
+    """Replaces -inf (a masked class) by 0 where the label is 0, since 0 * -inf is NaN."""
     return jnp.where((labels == 0) & jnp.isneginf(logs), 0, logs)
 
 
 def certain_bits(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Logits of which those that are infinite, and right, are the largest finite numbers."""
+    """Replaces infinite logits that are right by the largest finite number: inf - inf is NaN."""
     largest = jnp.finfo(logits.dtype).max
     return jnp.where(labels == (logits > 0), jnp.clip(logits, -largest, largest), logits)
 
 
 def clipped(probabilities: jax.Array) -> jax.Array:
-    """Probabilities that have logarithms, and so have their complements."""
+    """Clips probabilities so that `log(p)` and `log(1 - p)` are finite."""
     return jnp.clip(probabilities, EPSILON, 1 - EPSILON)
 
 
 def smoothed_bits(labels: jax.Array, label_smoothing: float) -> jax.Array:
-    """Labels in 0..1 that are moved toward 1/2."""
+    """Moves labels in 0..1 toward 1/2."""
     return labels * (1 - label_smoothing) + label_smoothing / 2
 
 
 def power(base: jax.Array, exponent: float) -> jax.Array:
-    """A power of values that are not negative, whose gradient at 0 is finite."""
+    """Returns a power of nonnegative values, with a finite gradient at 0."""
+    # The inner `where` matters: the gradient of the untaken branch would be inf, and 0 * inf NaN.
     is_positive = base > 0
     return jnp.where(is_positive, jnp.where(is_positive, base, 1) ** exponent, 0.0**exponent)

@@ -52,7 +52,7 @@ def triplet(
     is_same = labels[:, None] == labels
     is_positive = is_same & ~jnp.eye(len(labels), dtype=bool)
     distances = _distances(floating(embeddings))
-    # Of each anchor, from the nearest negative to the farthest; infinity after that.
+    # For each anchor its negatives, nearest first, padded with infinity.
     negatives = jnp.sort(jnp.where(is_same, jnp.inf, distances), axis=1)
     n_pairs = jnp.where(is_same.all(1), 0, is_positive.sum(1))
     if mining == "hard":
@@ -71,9 +71,10 @@ def triplet(
 
 
 def _distances(x: jax.Array) -> jax.Array:
-    """The Euclidean distances of rows, whose gradient at 0 is finite."""
+    """Returns the Euclidean distances of rows, with a finite gradient at 0."""
     products = jnp.matmul(x, x.T, precision="highest")
     lengths = jnp.diagonal(products)
     squares = jnp.maximum(lengths[:, None] + lengths - 2 * products, 0)
+    # Both `where`s: the gradient of sqrt at 0 is inf, which the outer one alone would turn to NaN.
     is_apart = squares > 0
     return jnp.where(is_apart, jnp.sqrt(jnp.where(is_apart, squares, 1)), 0)

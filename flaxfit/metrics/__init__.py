@@ -1,7 +1,7 @@
 """Metrics: pairs of pure functions, `measure` on the device and `compute` on the host.
 
-Sums, not means: what `measure` returns adds up over batches, devices and hosts, and `compute`
-divides once, at the end. So the value is that of all the data at once, whatever the batches.
+Sums, not means: the results of `measure` add up over batches, devices and hosts, and `compute`
+divides once, at the end. So the value does not depend on the batches.
 
 >>> import numpy as np
 >>> logits, labels = np.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]), np.array([0, 1, 1])

@@ -22,15 +22,15 @@ def mean_of_answers(
     configure: Callable[..., Metric] | None = None,
     from_logits: bool = True,
 ) -> Metric:
-    """Makes the weighted mean of the values of answers; NaN where one of them is invalid."""
+    """Makes the weighted mean of `values(answers)`, NaN if any answer is invalid."""
 
     def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
         found = answers(outputs, targets)
         counted, doubts = counted_weights(found, weights, from_logits=from_logits)
-        # Not by the weights alone: XLA makes 0 of False times NaN.
+        # NaN weights alone would not do: XLA simplifies False * NaN to 0.
         measured = jnp.where(jnp.isnan(counted), jnp.nan, values(found))
         total = weighted(measured, weights_of(found.is_label, weights)).sum()
-        # The weight stays finite, as the sum that the loss computes: XLA shares the two.
+        # The weight stays finite: it is the sum that the loss computes, which XLA then shares.
         weight = weights_of(found.is_label, weights).sum()
         return {"sum": total, "weight": weight, "doubts": doubts}
 
@@ -64,7 +64,7 @@ def _mean_by_threshold(
 
 
 accuracy = _mean_by_threshold("accuracy", class_answers)
-"""The share of right predictions: integer, one-hot or binary labels, told apart by shape.
+"""The fraction of correct predictions, for integer, one-hot or binary labels (by shape).
 
 Its option `threshold` is the logit above which class 1 of two is predicted. With
 `from_logits=False` the outputs are probabilities, and the threshold is 0.5 unless given.
@@ -74,7 +74,7 @@ Its option `threshold` is the logit above which class 1 of two is predicted. Wit
 binary_accuracy = _mean_by_threshold(
     "binary_accuracy", functools.partial(binary_answers, name="binary_accuracy")
 )
-"""The share of right answers among many yes-or-no questions per example.
+"""The fraction of correct answers to several yes-or-no questions per example.
 
 Its option `threshold` is the logit above which the answer is yes. With `from_logits=False` the
 outputs are probabilities, and the threshold is 0.5 unless given.
@@ -87,13 +87,13 @@ hamming_loss = _mean_by_threshold(
     lambda answers: ~_is_right(answers),
     "min",
 )
-"""The share of wrong answers among many yes-or-no questions: 1 - `binary_accuracy`."""
+"""The fraction of wrong answers to several yes-or-no questions: 1 - `binary_accuracy`."""
 
 
 zero_one_loss = _mean_by_threshold(
     "zero_one_loss", class_answers, lambda answers: ~_is_right(answers), "min"
 )
-"""The share of wrong predictions: 1 - `accuracy`, with its options."""
+"""The fraction of wrong predictions: 1 - `accuracy`, with the same options."""
 
 
 def _whole_answers(outputs: Array, targets: Array, **options: Any) -> Answers:
@@ -109,14 +109,14 @@ def _whole_answers(outputs: Array, targets: Array, **options: Any) -> Answers:
 exact_match = _mean_by_threshold(
     "exact_match", _whole_answers, lambda answers: _is_right(answers).all(-1)
 )
-"""The share of examples whose answers are all right, of many yes-or-no questions each.
+"""Subset accuracy: the fraction of examples with every label correct.
 
 Options as of `binary_accuracy`. The weights are of examples, not of single answers.
 """
 
 
 def top_k(k: int, **options: Any) -> Metric:
-    """Makes a metric: the share of examples whose class is among the `k` highest scores.
+    """Makes a metric: the fraction of examples whose class is among the `k` highest scores.
 
     Its options are `name` and `ignore_label`, as of every metric.
 

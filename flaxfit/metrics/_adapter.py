@@ -12,19 +12,19 @@ from flaxfit.tree import Array, ArrayLike, Function, PyTree, Sums
 
 
 def is_metric_class(metric: object) -> TypeGuard[type[Any]]:
-    """Whether this is a class with `from_model_output`, `merge` and `compute`."""
+    """Returns whether this is a class with `from_model_output`, `merge` and `compute`."""
     protocol = ("from_model_output", "merge", "compute")
     return isinstance(metric, type) and all(hasattr(metric, name) for name in protocol)
 
 
 def is_collection_class(metrics: object) -> TypeGuard[type[Any]]:
-    """Whether this is a class of several metric classes, like clu's `Collection`."""
+    """Returns whether this is a class of several metric classes, like clu's `Collection`."""
     protocol = ("single_from_model_output", "merge", "compute")
     return isinstance(metrics, type) and all(hasattr(metrics, name) for name in protocol)
 
 
 def members_of(collection_class: type) -> dict[str, type]:
-    """The metric classes of a collection by name, without the mean of the loss."""
+    """Returns the metric classes of a collection by name, without the mean of the loss."""
     hints = get_type_hints(collection_class)
     members = {name: member for name, member in hints.items() if not name.startswith("_")}
     if "loss" in members and _reads_loss(members["loss"]):
@@ -33,7 +33,7 @@ def members_of(collection_class: type) -> dict[str, type]:
 
 
 def _reads_loss(metric_class: type[Any]) -> bool:
-    """Whether it reads the model output "loss", like clu's `Average.from_output("loss")`."""
+    """Returns whether it reads the model output "loss", like `Average.from_output("loss")`."""
     try:
         metric_class.from_model_output()
     except KeyError as error:
@@ -46,11 +46,10 @@ def _reads_loss(metric_class: type[Any]) -> bool:
 def from_metric_class(metric_class: type[Any]) -> Metric:
     """Makes a `Metric` of a class whose states merge by addition.
 
-    The class receives one example at a time, so that weights and padding work without its support,
-    and the value does not depend on how the data is cut into batches. It also receives each whole
-    batch: its errors stand, and a class that gives another value for it is refused. It receives the
-    outputs and the targets by position, or as `logits` and `labels` if its parameters have these
-    names.
+    The class is called with one example at a time, so that weights and padding work without its
+    support, and the value does not depend on the batches. It is also called with each whole batch:
+    that call raises the class's own errors, and a different value for it is an error. It gets the
+    outputs and the targets by position, or as `logits` and `labels` if it has these parameters.
     """
     name = metric_class.__name__
 
@@ -58,7 +57,7 @@ def from_metric_class(metric_class: type[Any]) -> Metric:
         call = caller_of(metric_class, arguments)
         arguments = jax.tree.map(jnp.asarray, arguments)
         one_row_each = jax.tree.map(lambda array: array[:, None], arguments)
-        # No other axis has as many rows, which would let shapes pass that do not fit.
+        # A number of rows that no other axis has: else wrong shapes could match by accident.
         n = 1 + max(max(leaf.shape) for leaf in jax.tree.leaves(arguments))
         longer = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((n, *leaf.shape[1:]), leaf.dtype), arguments
@@ -102,7 +101,7 @@ def from_metric_class(metric_class: type[Any]) -> Metric:
 
 
 def _are_same(one: PyTree, other: PyTree, sizes: PyTree) -> jax.Array:
-    """Whether two states, or their values, are equal but for rounding."""
+    """Returns whether two states, or their values, are equal up to rounding."""
 
     def close(a: ArrayLike, b: ArrayLike, atol: ArrayLike) -> jax.Array:
         return jnp.isclose(a * 1.0, b * 1.0, 1e-4, atol, equal_nan=True).all()
@@ -110,12 +109,12 @@ def _are_same(one: PyTree, other: PyTree, sizes: PyTree) -> jax.Array:
     same = jnp.array(jax.tree.leaves(jax.tree.map(close, one, other, sizes))).all()
     try:
         return same | close(one.compute(), other.compute(), 1e-6)
-    except Exception:  # Some compute on the host alone, which fails here in many ways.
+    except Exception:  # Some compute only on the host, which fails in many ways here.
         return same
 
 
 def caller_of(metric_class: type[Any], arguments: tuple[PyTree, ...]) -> Function:
-    """The class's `from_model_output`, as a function of positional arguments."""
+    """Returns `from_model_output` of a class as a function of positional arguments."""
     make = metric_class.from_model_output
     parameters = inspect.signature(make).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
@@ -137,8 +136,9 @@ _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def _kept_leaves(state: PyTree, name: str) -> PyTree:
-    """Which leaves `merge` keeps (True) and which it adds (False), found by trying numbers."""
+    """Returns which leaves `merge` keeps (True) or adds (False), by trying two numbers."""
     leaves, structure = jax.tree.flatten(state)
+    # Merge in both orders: a leaf that takes the maximum or minimum neither keeps nor adds.
     low, high = (
         [np.full(np.shape(leaf), number, jnp.result_type(leaf)) for leaf in leaves]
         for number in (3, 50)
@@ -162,13 +162,13 @@ def _kept_leaves(state: PyTree, name: str) -> PyTree:
 
 
 def _mean_of(leaf: ArrayLike, n_sums: ArrayLike) -> np.ndarray:
-    """A constant, in its own dtype, from the sum of its copies."""
+    """Returns a constant, in its own dtype, from the sum of its copies."""
     constant = np.asarray(ratio(leaf, n_sums))
     return constant.astype(np.asarray(leaf).dtype)
 
 
 def cannot_use(name: str, why: str) -> ValueError:
-    """The error of a metric class that has no exact form here."""
+    """Returns the error for a metric class that cannot be computed exactly from sums."""
     return ValueError(
         f"Cannot use the metric class {name}: {why}. Pass a Metric(measure, compute), or bring the "
         "arguments into its form with flaxfit.metrics.on(arguments, metric). Or compute it on the "

@@ -18,7 +18,6 @@ from flaxfit.tree import Array, ArrayLike, Sums
 def _of_counts(
     name: str, value: Callable[[Counts], ArrayLike], mode: str | None = "max", **options: Any
 ) -> Metric:
-    """Makes a metric of the counts by class."""
     count = count_answers(name, **options)
 
     def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
@@ -28,7 +27,7 @@ def _of_counts(
 
 
 def _agreement(name: str, value: Callable[[Counts], ArrayLike]) -> Metric:
-    """Makes a metric of all classes; of several labels, of "yes" and "no" as two classes.
+    """Makes a metric over all classes; with several labels, over the classes "yes" and "no".
 
     Its options are `threshold`, `from_logits` and `multilabel`, as of `precision`.
     """
@@ -55,7 +54,7 @@ def _mean_recall(counts: Counts) -> ArrayLike:
 
 
 balanced_accuracy = _agreement("balanced_accuracy", _mean_recall)
-"""The mean over the classes that occur of the share of their examples that are predicted right."""
+"""The mean recall of the classes that occur."""
 
 
 def _correlation(counts: Counts) -> ArrayLike:
@@ -69,7 +68,7 @@ def _correlation(counts: Counts) -> ArrayLike:
 mcc = _agreement("mcc", _correlation)
 """Matthews' correlation of actual and predicted classes (Gorodkin 2004); 0 if either is constant.
 
-1 if all are right, 0 as by chance, and below 0 if worse than that.
+1 if all predictions are correct, 0 for chance agreement, negative if worse than chance.
 """
 
 
@@ -110,10 +109,10 @@ def _unweighted_kappa(counts: Counts) -> ArrayLike:
 
 
 cohen_kappa = _kappa()
-"""How far actual and predicted classes agree beyond chance: 1 at most; NaN of a single class.
+"""Agreement of actual and predicted classes beyond chance; at most 1, NaN for a single class.
 
-With `kappa_weights="linear"` or `"quadratic"` classes that lie further apart disagree more, as for
-grades and stages.
+With `kappa_weights="linear"` or `"quadratic"`, the penalty grows with the distance of the classes,
+as for ordinal grades.
 """
 
 
@@ -137,9 +136,9 @@ def _binary_iou(
 
 
 binary_iou = _binary_iou()
-"""The mean of `iou` over "no" and "yes", of masks: outputs and targets of one shape.
+"""The mean of `iou` over "no" and "yes", for masks: outputs and targets of one shape.
 
-With `class_id=[1]` it is that of "yes" alone.
+With `class_id=[1]` it is the IoU of "yes".
 """
 
 
@@ -180,13 +179,13 @@ def _number_of(part: str, mode: str) -> Metric:
 
 
 true_positives = _number_of("tp", "max")
-"""The weight of what has the label and was predicted to have it."""
+"""The weight of the elements that have the label and are predicted to have it."""
 
 false_positives = _number_of("fp", "min")
-"""The weight of what was predicted to have the label and does not."""
+"""The weight of the elements that lack the label and are predicted to have it."""
 
 true_negatives = _number_of("tn", "max")
-"""The weight of what does not have the label and was not predicted to have it."""
+"""The weight of the elements that lack the label and are predicted to lack it."""
 
 false_negatives = _number_of("fn", "min")
-"""The weight of what has the label and was not predicted to have it."""
+"""The weight of the elements that have the label and are predicted to lack it."""

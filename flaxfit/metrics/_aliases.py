@@ -55,12 +55,12 @@ _METRICS = {alias: name for name, aliases in _BY_METRIC.items() for alias in ali
 
 
 def aliases() -> dict[str, str]:
-    """The name of each metric by its other names."""
+    """Returns the name of each metric by its other names."""
     return dict(_METRICS)
 
 
 def known_as(name: str) -> str:
-    """The name here of what a user calls a metric; classes of Keras also by their names.
+    """Returns flaxfit's name of a metric, from any of its names or that of a Keras class.
 
     >>> known_as("SparseCategoricalAccuracy"), known_as("MeanIoU"), known_as("jaccard_macro")
     ('accuracy', 'mean_iou', 'iou_macro')
@@ -74,6 +74,6 @@ def known_as(name: str) -> str:
 
 
 def _as_function(name: str) -> str:
-    """The name of a function from that of a class, as Keras makes it."""
+    """Converts a class name to a function name, as Keras does."""
     name = re.sub("(.)([A-Z][a-z0-9]+)", r"\1_\2", name)
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()

@@ -12,7 +12,7 @@ def arranged(measure: Function, name: str, num_classes: int | None, axis: int) -
     Args:
       measure: `(outputs, targets, weights=None) -> sums`.
       name: the name of the metric, for messages.
-      num_classes: how many there are; None: as many as the outputs tell.
+      num_classes: the number of classes; None: the size of the axis.
       axis: the axis of the classes.
     """
     if num_classes is None and axis == -1:

@@ -63,16 +63,16 @@ def _auc(
 auc = _auc()
 """The area under the ROC curve of a single score, or of the scores of two classes.
 
-Ties count half. The value is within 0.001 of the exact one for any finite scores, and mostly much
-closer: the scores are counted by all their bits, so neither their size nor their spread matters.
-The value does not depend on how the data is cut into batches. More than the 32,768 bins of the
-default, `auc(n_bins=...)`, bring it closer where scores gather in hundreds of separate places.
+Ties count half. The value is within 0.001 of the exact one for any finite scores, and usually much
+closer: all bits of the scores count, so neither their scale nor their spread matters. The value
+does not depend on the batches. More than the default of 32,768 bins, `auc(n_bins=...)`, improve it
+if scores cluster in hundreds of separate places.
 
-With `multi_class="ovr"` it is that of each of several classes against the others, by its
-probability; with `multilabel=True` that of each label, of outputs and labels `(batch, labels)`. The
-value is their mean, with `label_weights` weighted by these, with `average="weighted"` by how often
-each occurs, and with None an array. Classes that never or always occur are left out. Each class
-takes half a megabyte, less with fewer bins.
+With `multi_class="ovr"` it is computed for each class against the others, by probability; with
+`multilabel=True` for each label, of outputs and labels `(batch, labels)`. The value is their mean,
+weighted by `label_weights` if given, or by frequency with `average="weighted"`; with None it is an
+array. Classes that never or always occur are ignored. Each class takes half a megabyte, less with
+fewer bins.
 """
 
 
@@ -86,7 +86,7 @@ def _ordered(scores: jax.Array) -> jax.Array:
 
 
 def _places(numbers: jax.Array, n_rows: int) -> tuple[jax.Array, jax.Array, int]:
-    """The cells that each number is added to, their signs, and the number of all cells."""
+    """Returns the cells that count each number, their signs, and the total number of cells."""
     n_bits, base = 8 * numbers.dtype.itemsize, 2**_DIGIT
     places = [(numbers >> (n_bits - _HEAD)).astype(int)[:, None]]
     signs, n_cells = [jnp.ones_like(places[0])], 2**_HEAD
@@ -100,7 +100,7 @@ def _places(numbers: jax.Array, n_rows: int) -> tuple[jax.Array, jax.Array, int]
 
 
 def _hashed(numpy: ModuleType, prefixes: ArrayLike, n_rows: int) -> tuple[ArrayLike, ArrayLike]:
-    """The rows of prefixes, one in each copy, and their signs: `(prefixes, copies)`."""
+    """Hashes prefixes to one row in each copy, and to signs: both `(prefixes, copies)`."""
     if prefixes.dtype.itemsize == 8:
         prefixes = prefixes ^ (prefixes >> 32) * 0x9E3779B9
     mixed = prefixes.astype("uint32")
@@ -114,16 +114,17 @@ def _hashed(numpy: ModuleType, prefixes: ArrayLike, n_rows: int) -> tuple[ArrayL
 
 
 def _excess(shares: np.ndarray, n_rows: int) -> float:
-    """The share of pairs ranked right, less that of pairs ranked wrong.
+    """Returns the fraction of pairs ranked right minus the fraction ranked wrong.
 
-    `shares` has a row for negative and one for positive scores, which sum to 1 over the heads.
+    `shares` has a row for negatives and one for positives; each sums to 1 over the heads.
     """
     base = np.uint64(2**_DIGIT)
     heads, rest = np.split(shares, [2**_HEAD], 1)
     levels = rest.reshape(2, -1, _COPIES * n_rows, 2**_DIGIT)
     excess, prefixes, counts = _ranked(heads), np.arange(2**_HEAD, dtype=np.uint64), heads
+    # Each level ranks the pairs that the levels before it have left in one bin.
     for level in range(levels.shape[1]):
-        # Pairs within other prefixes count as ties: a share of at most 1 / (4 * n_rows).
+        # Pairs within other prefixes count as ties: a fraction of at most 1 / (4 * n_rows).
         chosen = np.argsort(-counts.sum(0), kind="stable")[:n_rows]
         chosen = chosen[counts[:, chosen].sum(0) > 1e-7]
         prefixes, counts = prefixes[chosen], counts[:, chosen]
@@ -137,7 +138,7 @@ def _excess(shares: np.ndarray, n_rows: int) -> float:
 
 
 def _decoded(cells: np.ndarray, prefixes: np.ndarray, n_rows: int) -> np.ndarray:
-    """The counts of the digits of prefixes, by least squares from all the rows they are in."""
+    """Estimates the digit counts of prefixes by least squares over all their rows."""
     rows, signs = _hashed(np, prefixes, n_rows)
     sketch = np.zeros((_COPIES * n_rows, len(prefixes)))
     sketch[rows.T, np.arange(len(prefixes))] = signs.T
@@ -146,7 +147,7 @@ def _decoded(cells: np.ndarray, prefixes: np.ndarray, n_rows: int) -> np.ndarray
 
 
 def _projected(digits: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The nearest counts that are not negative and add up to those of their prefixes."""
+    """Projects digit counts onto a simplex: nonnegative, with the count of the prefix as sum."""
     descending = -np.sort(-digits, -1)
     surplus = (descending.cumsum(-1) - counts[..., None]) / np.arange(1, digits.shape[-1] + 1)
     last = (descending > surplus).sum(-1, keepdims=True) - 1
@@ -154,7 +155,7 @@ def _projected(digits: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _ranked(counts: np.ndarray) -> float:
-    """The pairs of bins along the last axis ranked right, less those ranked wrong."""
+    """Returns the pairs of bins ranked right minus the pairs ranked wrong, on the last axis."""
     negatives, positives = counts
     below = 2 * np.cumsum(negatives, -1) - negatives - negatives.sum(-1, keepdims=True)
     return float((positives * below).sum())

@@ -29,8 +29,7 @@ def collected(
     order of the data, and the function is called once, at the end. Examples of weight 0 are left
     out. It is measured in evaluation only: by `EvalLoop`, `Model.evaluate` and on validation data.
 
-    To keep less of each example than all outputs and targets, pick it with `on`; that is computed
-    on the device.
+    To keep less than all outputs and targets of an example, reduce them on the device with `on`.
 
     >>> import numpy as np
     >>> def largest_error(outputs, targets):
@@ -45,7 +44,7 @@ def collected(
         for a metric in a mapping, `{"ner": collected(f)}`, by its name and the key: "ner_f1". If it
         has a parameter `weights`, it receives the weights of the examples; otherwise all examples
         count equally. Or a metric class of clu or metrax, which receives all rows at once.
-      max_rows: the most rows to keep; more are an error.
+      max_rows: the maximum number of rows; more are an error.
       name: the name of the metric in a list; by default the function's name.
       mode: "min" or "max" if lower or higher values of the number are better.
 

@@ -15,8 +15,8 @@ from flaxfit.tree import Array, PyTree, Sums
 
 
 def is_collecting_class(metric: object) -> TypeGuard[type[Any]]:
-    """Whether this is a `CollectingMetric` of clu, or a metric class that cannot merge states."""
-    # Who has such a class has imported clu; nobody else should pay for its import.
+    """Returns whether this is a clu `CollectingMetric`, or a class without its own `merge`."""
+    # A user with such a class has imported clu; nobody else should pay for its import.
     clu = sys.modules.get("clu.metrics")
     if clu is None or not is_metric_class(metric):
         return False
@@ -31,7 +31,7 @@ def from_collecting_class(metric_class: type[Any]) -> Metric:
     name = metric_class.__name__
 
     def measure(*arguments: PyTree, weights: Array | None = None) -> Sums:
-        caller_of(metric_class, arguments)  # Refuses other arguments.
+        caller_of(metric_class, arguments)  # Raises if they do not fit.
         return rows_of(name, arguments, weights)
 
     def value(*arguments: PyTree) -> np.ndarray:
@@ -42,7 +42,7 @@ def from_collecting_class(metric_class: type[Any]) -> Metric:
 
 
 def _from_collecting_metric(metric_class: type[Any]) -> Metric:
-    """Collects what the class takes of each batch; its `compute` gets all of it."""
+    """Collects the values that the class keeps of each batch, and computes from all of them."""
     name = metric_class.__name__
 
     def measure(*arguments: PyTree, weights: Array | None = None) -> Sums:
@@ -61,7 +61,7 @@ def _from_collecting_metric(metric_class: type[Any]) -> Metric:
 
 
 def _by_name(arguments: PyTree) -> dict[str, PyTree]:
-    """Outputs and targets that are mappings by their keys, others as `logits` and `labels`."""
+    """Names outputs and targets: mappings by their keys, others `logits` and `labels`."""
     named: dict[str, PyTree] = {}
     for role, each in zip(("logits", "labels"), arguments, strict=False):
         named |= each if isinstance(each, Mapping) else {role: each}

@@ -34,8 +34,8 @@ def confusion_matrix(
       n_classes: the number of classes of the outputs; None: as many as they have.
       threshold: the logit above which class 1 of two is predicted.
       from_logits: whether the outputs are logits; if not, the threshold is 0.5 unless given.
-      normalize: "true" divides by the weight of each row, "pred" by that of each column, and "all"
-        by that of all.
+      normalize: "true" divides by the sum of each row, "pred" by the sum of each column, "all" by
+        the total.
       options: `name` and `ignore_label`, as of every metric.
     """
     if normalize not in (None, "true", "pred", "all"):
@@ -46,7 +46,7 @@ def confusion_matrix(
         if n_classes not in (None, found.n_classes):
             raise ValueError(
                 f"A confusion matrix of {n_classes} classes does not fit outputs of shape "
-                f"{np.shape(outputs)}, which tell {found.n_classes} classes apart."
+                f"{np.shape(outputs)}, which have {found.n_classes} classes."
             )
         counted, doubts = counted_weights(found, weights, from_logits=from_logits)
         matrix = add_by_class(found.n_classes, counted, found.actual, found.predicted)

@@ -28,7 +28,7 @@ def _explained_variance() -> Metric:
 
 
 explained_variance = _explained_variance()
-"""One minus the variance of the errors over that of the targets, averaged over several outputs."""
+"""`1 - var(targets - outputs) / var(targets)`, averaged over several outputs."""
 
 
 def _correlation(name: str, of_spreads: Function) -> Metric:
@@ -54,7 +54,7 @@ def _correlation(name: str, of_spreads: Function) -> Metric:
         def values(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
             rows = [jnp.moveaxis(each, axis, -1) for each in check_numbers(outputs, targets)]
             away = [each - each.mean(-1, keepdims=True) for each in rows]
-            # The first mean is rounded to the digits of the numbers.
+            # Again: the first mean is rounded to the precision of the (large) numbers.
             away = [each - each.mean(-1, keepdims=True) for each in away]
             apart = (rows[0] - rows[1]).mean(-1, keepdims=True) + jnp.zeros_like(rows[0])
             numbers = jnp.stack([*away, apart])
@@ -71,12 +71,12 @@ def _correlation(name: str, of_spreads: Function) -> Metric:
 pearson = _correlation("pearson", lambda both, a, b, _: (both, a**0.5 * b**0.5))
 """The correlation of outputs and targets, averaged over several outputs; NaN of a constant.
 
-With `axis=-1`, as in Keras, it is that of each example along this axis, and their mean.
+With `axis=-1`, as in Keras, it is the mean over examples of the correlation along this axis.
 """
 
 concordance = _correlation("concordance", lambda both, a, b, apart: (2 * both, a + b + apart))
-"""The correlation times how far the means and the spreads agree (Lin 1989); NaN of two constants.
+"""`2 cov(o, t) / (var(o) + var(t) + (mean(o) - mean(t))**2)` (Lin 1989); NaN of two constants.
 
-It is 1 only where outputs equal targets. Averaged over several outputs; with `axis=-1`, as in
-Keras, it is that of each example along this axis, and their mean.
+It is 1 only if outputs equal targets. It is averaged over several outputs; with `axis=-1`, as in
+Keras, it is the mean over examples of the value along this axis.
 """

@@ -19,16 +19,16 @@ from flaxfit.tree import Array, ArrayLike, Sums, broadcast_weights
 
 
 class Counts(NamedTuple):
-    """Weights by class, each an array `(classes,)`, or by example `(batch, ...)`."""
+    """Weighted confusion counts: by class `(classes,)`, or by example `(batch, ...)`."""
 
     tp: ArrayLike
-    """Of those that have the class and for which it was predicted."""
+    """True positives: has the class, predicted."""
     fp: ArrayLike
-    """Of those for which the class was predicted wrongly."""
+    """False positives: lacks the class, predicted."""
     fn: ArrayLike
-    """Of those that have the class, and another one was predicted."""
+    """False negatives: has the class, not predicted."""
     tn: ArrayLike
-    """Of those that do not have the class, for which it was not predicted."""
+    """True negatives: lacks the class, not predicted."""
 
 
 def count_answers(
@@ -41,9 +41,9 @@ def count_answers(
     top_k: int | None = None,
     class_id: object = None,
 ) -> Callable[..., tuple[Answers, Array, Sums]]:
-    """Makes `(outputs, targets, weights) -> (answers, weights, sums)`, of the options of a rate.
+    """Makes `(outputs, targets, weights) -> (answers, weights, sums)` from a rate's options.
 
-    The sums hold the counts by class: `tp`, `fp`, `fn`, of several labels `tn`, and `doubts`.
+    The sums hold the counts by class: `tp`, `fp`, `fn`, for several labels `tn`, and `doubts`.
     """
     options = {"threshold": threshold, "from_logits": from_logits}
 
@@ -86,14 +86,14 @@ def count_answers(
 
 
 def counts_of(sums: Sums, name: str) -> Counts:
-    """The counts by class from sums, on the host; all NaN if there is nothing, or a NaN."""
+    """Returns the counts by class from sums, on the host; all NaN if empty or if one is NaN."""
     warn_of(sums["doubts"], name)
     tp, fp, fn = (np.asarray(sums[part], np.float64) for part in ("tp", "fp", "fn"))
     if "tn" in sums:
         tn = np.asarray(sums["tn"], np.float64)
     else:
         tn = _of_other_classes(tp + fn) - fp
-        # Fewer than float32 can tell from none.
+        # Below the rounding error of the float32 sums: none.
         tn = np.where(tn < 1e-6 * _of_other_classes(tp + fn), 0, tn)
     counts = Counts(tp, fp, fn, tn)
     total = sum(each.sum() for each in counts)
@@ -101,29 +101,29 @@ def counts_of(sums: Sums, name: str) -> Counts:
 
 
 def micro(counts: Counts) -> Counts:
-    """The counts of all classes together."""
+    """Sums the counts over the classes."""
     return Counts(*(np.sum(each) for each in counts))
 
 
 def by_example(answers: Answers, weights: Array) -> Counts:
-    """The counts of each example that has several labels, of which those of weight 0 are left out.
+    """Counts the labels of each multilabel example, without labels of weight 0.
 
-    The weight of the example itself is not in them.
+    The counts do not include the weight of the example.
     """
     marks = _marks(answers)
     return Counts(*((mark & (weights != 0)).sum(-1) for mark in marks))
 
 
 def add_by_class(n_classes: int, weights: Array, *classes: Array) -> jax.Array:
-    """Adds the weights up by class, or by pairs of classes."""
+    """Sums the weights by class, or by pair of classes."""
     return jnp.zeros((n_classes,) * len(classes), weights.dtype).at[classes].add(weights)
 
 
 def _of_labels(answers: Answers, weights: Array) -> Sums:
-    """The counts by class of examples that have one label each."""
+    """Returns the counts by class of examples with one label each."""
     n, actual, predicted = answers.n_classes, answers.actual, answers.predicted
     is_right = actual == predicted
-    # NaN times False is NaN: what was invalid spoils all the sums of its classes.
+    # NaN * False is NaN: an invalid answer turns every sum of its classes into NaN.
     return {
         "tp": add_by_class(n, weights * is_right, actual),
         "fp": add_by_class(n, weights * ~is_right, predicted),
@@ -132,7 +132,7 @@ def _of_labels(answers: Answers, weights: Array) -> Sums:
 
 
 def _of_marks(answers: Answers, weights: Array) -> Sums:
-    """The counts by class of examples that have several labels."""
+    """Returns the counts by class of examples with several labels."""
     axes = tuple(range(answers.actual.ndim - 1))
     return {part: (weights * marks).sum(axes) for part, marks in _marks(answers)._asdict().items()}
 
@@ -145,7 +145,8 @@ def _marks(answers: Answers) -> Counts:
 
 
 def _of_other_classes(counts: np.ndarray) -> np.ndarray:
-    """For each class, the count of the others, which is 0 only if there are none."""
+    """Returns for each class the count of the others: exactly 0 if they have none."""
+    # Not `counts.sum() - counts`, whose rounding error would pass for a count.
     before = np.concatenate([[0.0], np.cumsum(counts)[:-1]])
     after = np.concatenate([np.cumsum(counts[::-1])[-2::-1], [0.0]])
     return before + after

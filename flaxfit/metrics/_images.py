@@ -30,7 +30,7 @@ def _ssim(*, max_val: float = 1.0, size: int = 11, sigma: float = 1.5) -> Metric
     kernel /= kernel.sum()
 
     def blurred(images: Array) -> Array:
-        """A Gaussian mean around each pixel, where the window lies inside."""
+        """Returns a Gaussian mean around each pixel, where the window lies inside."""
         for axis in 1, 2:
             n = images.shape[axis] - size + 1
             parts = [

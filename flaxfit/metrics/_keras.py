@@ -1,4 +1,4 @@
-"""Metrics of Keras, which are refused with their counterparts here."""
+"""Rejects metrics of Keras, and names the counterparts in flaxfit."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,10 +12,10 @@ _TOP_K = ("TopKCategoricalAccuracy", "SparseTopKCategoricalAccuracy")
 
 
 def refuse_keras(metric: object, known: Callable[[str], object]) -> None:
-    """Refuses a metric of Keras, a class or an object, with the counterpart that `known` finds.
+    """Rejects a Keras metric, class or object, and names the counterpart that `known` finds.
 
     Raises:
-      TypeError: it is one that has a counterpart.
+      TypeError: it is a Keras metric with a counterpart.
     """
     kind = metric if inspect.isclass(metric) else type(metric)
     of_keras = str(kind.__module__).partition(".")[0] in ("keras", "tf_keras")
@@ -46,7 +46,7 @@ def _config(metric: Any) -> Mapping[str, Any]:
 
 
 def _call(name: str, own: Any, config: Mapping[str, Any]) -> str:
-    """The counterpart with the options of a metric object that it takes and that change it."""
+    """Returns the call of the counterpart, with the metric object's options that change it."""
     known = parameters(getattr(own, "configure", None))
     given = {OF_KERAS.get(option, option): value for option, value in config.items()}
     options = ", ".join(

@@ -1,4 +1,4 @@
-"""Actual and predicted classes, told from the static shapes of outputs and labels."""
+"""Actual and predicted classes, found by the static shapes of outputs and labels."""
 
 from typing import NamedTuple
 
@@ -17,13 +17,13 @@ BY_CLASS = dict.fromkeys(["auc", "average_precision", "pr_auc"], _SEVERAL)
 
 
 class Answers(NamedTuple):
-    """Actual and predicted classes, or for each class whether it is actual and predicted."""
+    """Actual and predicted classes, as integers or as a boolean for each class."""
 
     actual: jax.Array
     predicted: jax.Array
     n_classes: int
     is_label: jax.Array
-    """Whether each label is valid: no other number may count as a class."""
+    """Whether each label is valid; an invalid label must not count as a class."""
     outputs: jax.Array
     """The outputs that the predictions come from: one per answer, or one per class."""
     is_probable: jax.Array | None = None
@@ -33,7 +33,7 @@ class Answers(NamedTuple):
 def class_answers(
     outputs: Array, targets: Array, *, threshold: float | None = None, from_logits: bool = True
 ) -> Answers:
-    """The actual and the predicted classes as integers of one shape.
+    """Returns the actual and the predicted classes as integers of one shape.
 
     Scores of shape `(batch, ..., classes)` go with integer labels `(batch, ...)` or one-hot labels
     of the same shape; the largest score wins, the first of equal ones. A single score, `(batch,)`
@@ -63,7 +63,7 @@ def binary_answers(
     threshold: float | None = None,
     from_logits: bool = True,
 ) -> Answers:
-    """For each class or question, whether the answer is yes and whether yes is predicted."""
+    """Returns for each class or question whether the label and the prediction are yes."""
     outputs, targets = floating(outputs), jnp.asarray(targets)
     if outputs.shape != targets.shape:
         raise ValueError(
@@ -79,7 +79,7 @@ def binary_answers(
 def one_class_answers(
     outputs: Array, targets: Array, *, threshold: float | None = None, from_logits: bool = True
 ) -> Answers:
-    """For each of many classes, whether it is actual and its own score lies above the threshold."""
+    """Returns for each class whether it is actual, and whether its score exceeds the threshold."""
     outputs = floating(outputs)
     labels, is_label = labels_of(outputs, jnp.asarray(targets))
     scores = one_class_scores(outputs) if from_logits else outputs
@@ -96,9 +96,10 @@ def top_k_answers(
     threshold: float | None = None,
     from_logits: bool = True,
 ) -> Answers:
-    """For each class, whether it is actual and among the `k` highest scores above the threshold.
+    """Returns for each class whether it is actual, and whether it is in the top `k`.
 
-    Targets are integer labels, or marks of the shape of the outputs: of one class or of several.
+    With a threshold, its output must also exceed that. Targets are integer labels, or mark one or
+    several classes in the shape of the outputs.
     """
     outputs, targets = floating(outputs), jnp.asarray(targets)
     n_classes = outputs.shape[-1]
@@ -117,7 +118,7 @@ def top_k_answers(
 
 
 def one_class_scores(logits: jax.Array) -> jax.Array:
-    """The logit of each class against all others together; of two, their difference."""
+    """Returns the one-vs-rest logit of each class, `log(p / (1 - p))`, p the softmax."""
     log = jax.nn.log_softmax(logits)
     is_highest = jax.nn.one_hot(logits.argmax(-1), logits.shape[-1], dtype=bool)
     others = jax.nn.logsumexp(jnp.where(is_highest, -jnp.inf, logits), -1, keepdims=True)
@@ -126,7 +127,7 @@ def one_class_scores(logits: jax.Array) -> jax.Array:
 
 
 def binary_scores(outputs: Array, targets: Array, *, name: str) -> Answers:
-    """The labels, and one score each as the outputs: a single score or that of two classes."""
+    """Returns labels with one score each, from single scores or the scores of two classes."""
     outputs, targets = floating(outputs), jnp.asarray(targets)
     is_single = _is_single_score(outputs, targets)
     if not is_single and outputs.shape[-1] != 2:
@@ -141,11 +142,11 @@ def binary_scores(outputs: Array, targets: Array, *, name: str) -> Answers:
 
 
 def labels_of(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Integer labels, from themselves or from one-hot labels, and whether each is valid."""
+    """Returns integer labels, from integer or one-hot targets, and whether each is valid."""
     n_classes = outputs.shape[-1]
     if outputs.ndim > 1 and targets.shape == outputs.shape:
         shares = floating(targets)
-        # Those of several classes, or of none, do not add up to 1.
+        # Rows that mark several classes, or none, do not sum to 1.
         is_label = (shares >= 0).all(-1) & (jnp.abs(shares.sum(-1) - 1) < 0.02)
         return shares.argmax(-1), is_label
     if targets.shape == outputs.shape[:-1] and jnp.issubdtype(targets.dtype, jnp.integer):
@@ -162,7 +163,7 @@ def labels_of(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def is_share(values: ArrayLike) -> jax.Array:
-    """Whether values lie between 0 and 1, as labels and probabilities do."""
+    """Returns whether each value lies in [0, 1], like labels and probabilities."""
     values = floating(values)
     return (values >= 0) & (values <= 1)
 
@@ -174,13 +175,13 @@ def floating(array: ArrayLike) -> jax.Array:
 
 
 def _is_single_score(outputs: jax.Array, targets: jax.Array) -> bool:
-    """Whether the outputs are one score per label rather than one per class."""
+    """Returns whether the outputs are one score per label rather than one per class."""
     is_single = outputs.ndim == 1 or outputs.shape[-1] == 1
     return is_single and _without_last_one(outputs.shape) == _without_last_one(targets.shape)
 
 
 def _limit(threshold: float | None, from_logits: bool) -> float:
-    """The threshold, by default that of equal chances."""
+    """Returns the threshold, by default that of a probability of 0.5."""
     if threshold is None:
         return 0.0 if from_logits else 0.5
     return threshold
@@ -193,9 +194,9 @@ def _is_probable(
 
 
 def _difference(scores: jax.Array) -> jax.Array:
-    """How far the score of class 1 of two lies above that of class 0."""
+    """Returns the score of class 1 minus the score of class 0."""
     low, high = scores[..., 0], scores[..., 1]
-    return jnp.where(low == high, 0, high - low)  # Of two that are infinite, too.
+    return jnp.where(low == high, 0, high - low)  # inf - inf would be NaN.
 
 
 def _without_last_one(shape: tuple[int, ...]) -> tuple[int, ...]:

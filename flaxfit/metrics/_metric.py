@@ -32,7 +32,7 @@ RESERVED = (
 
 
 def why_taken(name: str) -> str:
-    """Why a number of the user's cannot have a name; "" if it can."""
+    """Returns why a user's metric cannot have a name, or ""."""
     if name in RESERVED:
         return "the loop reports its own number under that name"
     return "it would pass for a number of validation" if name.startswith("val_") else ""
@@ -40,18 +40,18 @@ def why_taken(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A pair of pure functions: `measure` gives sums that add up, `compute` their value.
+    """A pair of pure functions: `measure` returns additive sums, `compute` their value.
 
     `measure(*outputs, *targets, weights=None)` returns a pytree of arrays that add over batches,
-    devices and hosts. It is traced. `weights` has the shape `(batch,)`, or that of the leading axes
-    of the values, such as `(batch, tokens)`, or is None; an example of weight 0 is padding and must
-    not affect the sums, even if it holds NaN.
+    devices and hosts. It is traced. `weights` is None or has the shape `(batch,)`, or more leading
+    axes of the values, such as `(batch, tokens)`; an example of weight 0 is padding and must not
+    affect the sums, even if it holds NaN.
 
     `compute(sums)` receives the added sums as NumPy arrays and returns a number or an array. It
     divides, so it runs once, at the end.
 
-    With `max_rows`, `measure` returns rows instead, which are not added but joined on the host:
-    see `collected`.
+    With `max_rows`, `measure` returns rows instead, which are concatenated on the host; see
+    `collected`.
 
     Calling a metric sets its options, for the built-in ones that have any:
     `precision(average="macro")`. Each has the options `name`, for a list of metrics, and
@@ -92,7 +92,7 @@ class Metric:
         return f"Metric({self.name or getattr(self.measure, '__name__', 'measure')})"
 
     def __call__(self, *given: object, **options: Any) -> "Metric":
-        """Makes the same metric with other options, beside those that it has."""
+        """Returns this metric with more options set; earlier options stay."""
         if given:
             first = next(iter(self._options()), "name")
             raise TypeError(
@@ -142,7 +142,7 @@ _ADVICE = {
 
 
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
-    """Options by their names here; None, where it stands for the default of Keras, is left out."""
+    """Translates Keras's option names, and drops a None that means Keras's default."""
     for name, ours in OF_KERAS.items():
         if name in options and ours in options:
             raise TypeError(f"The options {ours} and {name} are the same: pass one of them.")
@@ -226,7 +226,7 @@ def weights_of(values: Array, weights: Array | None = None) -> jax.Array:
 
 
 def _ignoring(metric: Metric, label: int) -> Metric:
-    """A metric of one target, in which targets that equal a label do not count."""
+    """Makes a metric ignore the targets that equal a label."""
     if metric.max_rows is not None:
         raise TypeError(
             f"The metric {metric.name!r} has no option ignore_label: leave such targets out in the "
@@ -247,7 +247,7 @@ def _ignoring(metric: Metric, label: int) -> Metric:
 
 
 def _named(metric: Metric, name: str) -> Metric:
-    """A metric under another name, which it keeps with other options."""
+    """Renames a metric; the name also stays when options are set later."""
     configure = _changed(metric.configure, lambda other: _named(other, name))
     return dataclasses.replace(metric, name=name, configure=configure)
 
@@ -255,7 +255,7 @@ def _named(metric: Metric, name: str) -> Metric:
 def _changed(
     configure: Callable[..., Metric] | None, change: Callable[[Metric], Metric]
 ) -> Callable[..., Metric] | None:
-    """Makes the metric with other options, changed as the present one was."""
+    """Wraps `configure` so that a reconfigured metric is changed in the same way."""
     if configure is None:
         return None
 
@@ -267,14 +267,14 @@ def _changed(
 
 
 def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Values times weights; 0 where the weight is 0, even if the value is NaN."""
+    """Returns `values * weights`, and 0 where the weight is 0 even if the value is NaN."""
     return jnp.where(weights != 0, values.astype(weights.dtype) * weights, 0)
 
 
 def ratio(numerator: ArrayLike, denominator: ArrayLike, otherwise: ArrayLike = np.nan) -> ArrayLike:
     """Divides on the host without warnings; a denominator of zero gives `otherwise`."""
     numerator, denominator = np.asarray(numerator, float), np.asarray(denominator, float)
-    if not numerator.ndim and not denominator.ndim:  # Four times as fast.
+    if not numerator.ndim and not denominator.ndim:  # Four times as fast as arrays.
         return numerator.item() / denominator.item() if denominator else otherwise
     with np.errstate(all="ignore"):
         quotient = np.where(denominator != 0, numerator / denominator, otherwise)

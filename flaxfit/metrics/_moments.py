@@ -10,26 +10,26 @@ import numpy as np
 from flaxfit.metrics._metric import weighted
 from flaxfit.tree import ArrayLike
 
-# The variance is a small difference of large sums, which float32 cannot hold. So each batch takes
-# its moments about a center of its own, and adds them about zero in windows of 8 bits: a window
-# holds whole multiples of its unit, which add without rounding.
+# A variance is a small difference of large sums, which float32 cannot hold. So each batch takes its
+# moments about its own center, and adds them about zero in windows of 8 bits: a window holds
+# integer multiples of its unit, which add without rounding.
 _WINDOW = 8
 _UNITS = tuple(2.0**e for e in range(-120, 128, _WINDOW))
-# Squares of tiny numbers are not representable: a batch of these is scaled, and added apart.
+# Squares of tiny numbers underflow: a batch of tiny numbers is scaled, and summed separately.
 _TINY, _SCALE = 2.0**-40, 2.0**64
 
 
 def moments(values: jax.Array, weights: jax.Array, others: jax.Array | None = None) -> jax.Array:
-    """The weights, the values, the others and the products, added: `(scales, 4, windows, ...)`.
+    """Returns the sums of w, w x, w y and w x y as `(scales, 4, windows, ...)`.
 
-    The products are squares if there are no others. Values whose weight is 0 are ignored.
+    y is `others`, or x if that is None. Values whose weight is 0 are ignored.
     """
     pair = jnp.stack([values, values if others is None else others])
     is_tiny = jnp.where(weights != 0, jnp.abs(pair), 0).max((0, 1)) < _TINY
     weight, pair = weights.sum(0), pair * jnp.where(is_tiny, _SCALE, 1).astype(pair.dtype)
     center = jnp.take_along_axis(pair, weights.argmax(0)[None, None], 1)
     mean = weighted(pair - center, weights).sum(1, keepdims=True)
-    center += mean / jnp.where(weight > 0, weight, 1)  # Of equal values, exactly the value.
+    center += mean / jnp.where(weight > 0, weight, 1)  # Exact if all values are equal.
     center = jnp.where(weight > 0, center, 0)
     away = pair - center
     (a, b), (one, other) = center[:, 0], weighted(away, weights).sum(1)
@@ -48,7 +48,7 @@ def moments(values: jax.Array, weights: jax.Array, others: jax.Array | None = No
 
 
 def spread(sums: ArrayLike) -> np.ndarray:
-    """The weighted sum of products of differences from the means; NaN without weight.
+    """Returns `sum(w (x - mean(x)) (y - mean(y)))`; NaN without weight.
 
     >>> float(spread(jax.jit(moments)(np.float32([1e7, 1e7 + 2]), np.float32([1, 1]))))
     2.0
@@ -57,12 +57,12 @@ def spread(sums: ArrayLike) -> np.ndarray:
 
 
 def offset(sums: ArrayLike) -> np.ndarray:
-    """The weight times the squared difference of the means of values and others."""
+    """Returns `sum(w) (mean(x) - mean(y))**2`."""
     return _of_columns(sums, lambda weight, one, other, _: (one - other) ** 2 / weight)
 
 
 def squares(sums: ArrayLike) -> np.ndarray:
-    """The weighted sum of squares, about zero."""
+    """Returns `sum(w x**2)`."""
     return _of_columns(sums, lambda weight, one, other, both: both)
 
 
@@ -82,7 +82,9 @@ def _of_column(column: np.ndarray, value: Callable[..., Fraction]) -> float:
 
 
 def _product(*factors: jax.Array) -> jax.Array:
-    """The product as parts that add up to it without rounding: `(parts, ...)`."""
+    """Returns the product as parts that sum to it without rounding: `(parts, ...)`."""
+    # Each factor becomes three pieces of 8 bits: the product of up to three pieces has at most 24
+    # bits, which float32 holds exactly.
     product = jnp.ones_like(factors[0])[None]
     for factor in factors:
         n_bits = jnp.finfo(factor.dtype).nexp, _WINDOW - 1
@@ -94,10 +96,12 @@ def _product(*factors: jax.Array) -> jax.Array:
 
 
 def _windows(*products: jax.Array) -> jax.Array:
-    """The sum of products in windows of 8 bits: `(windows, ...)`."""
+    """Returns the sum of products in windows of 8 bits: `(windows, ...)`."""
     parts = jnp.concatenate(products)[:, None]
     units = jnp.asarray(_UNITS, parts.dtype).reshape(-1, *[1] * (parts.ndim - 2))
+    # A part this large is a multiple of the unit already, and the division might overflow.
     is_whole = jnp.abs(parts) >= units * 2.0 ** (jnp.finfo(parts.dtype).nmant + 1)
+    # A window keeps the digits between its unit and the next larger one.
     cut = jnp.where(is_whole, parts, jnp.trunc(parts / units) * units)
     above = jnp.concatenate([cut[:, 1:], jnp.zeros_like(cut[:, :1])], 1)
     return (cut - above).sum(0)

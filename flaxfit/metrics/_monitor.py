@@ -12,7 +12,7 @@ from flaxfit.losses._names import is_loss
 from flaxfit.metrics._aliases import known_as
 from flaxfit.tree import Function, order_of, owner_of
 
-# The metrics whose name tells which values are better; that of a loss also does.
+# Metrics with a known direction, by name; losses also have one.
 _HIGHER = re.compile(
     r"(binary_|balanced_)?accuracy|exact_match|precision|recall|specificity|negative_predictive_value"
     r"|f1|fbeta|dice|(mean_|binary_)?iou|mcc|cohen_kappa|true_(positives|negatives)|(pr_)?auc"
@@ -36,11 +36,11 @@ _MAY_BE_THERE = (
 )
 
 Modes = Mapping[str, str | None]
-"""The better values of each metric by name: "min", "max", or None if that is unknown."""
+"""The direction of each metric by name: "min", "max", or None if unknown."""
 
 
 def mode_of(values: Function | None, name: str | None) -> str | None:
-    """Returns "min" or "max" for a metric whose better values are known, else None.
+    """Returns "min" or "max" for a metric with a known direction, else None.
 
     The mean of a loss of flaxfit or Optax is minimized, whatever the metric is called.
 
@@ -60,10 +60,10 @@ def mode_of(values: Function | None, name: str | None) -> str | None:
 
 
 def known_mode(name: str, modes: Modes | None = None) -> str | None:
-    """Returns "min" or "max" for the name of a metric whose better values are known, else None.
+    """Returns "min" or "max" for the name of a metric with a known direction, else None.
 
-    Known are those in `modes`, every loss ("loss", "val_loss", "head_loss"), and the names of
-    metrics and losses of flaxfit and Optax, with or without "val_".
+    Known are the entries of `modes`, every loss ("loss", "val_loss", "head_loss"), and the metrics
+    and losses of flaxfit and Optax, with or without "val_".
 
     >>> known_mode("val_loss"), known_mode("val_accuracy"), known_mode("regret")
     ('min', 'max', None)
@@ -76,10 +76,10 @@ def known_mode(name: str, modes: Modes | None = None) -> str | None:
 
 
 def resolve_mode(name: str, mode: str = "auto", modes: Modes | None = None) -> str:
-    """Returns "min" or "max": the given mode, or for "auto" that of the metric.
+    """Returns the given mode, "min" or "max", or for "auto" the direction of the metric.
 
     Raises:
-      ValueError: mode is "auto", and it is not known which values of the metric are better.
+      ValueError: mode is "auto", and the direction of the metric is unknown.
     """
     check_mode(mode)
     found = known_mode(name, modes) if mode == "auto" else mode
@@ -92,13 +92,13 @@ def resolve_mode(name: str, mode: str = "auto", modes: Modes | None = None) -> s
 
 
 def check_mode(mode: str) -> None:
-    """Checks that a mode is one."""
+    """Checks that a mode is "auto", "min" or "max"."""
     if mode not in ("auto", "min", "max"):
         raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}.")
 
 
 def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
-    """Whether a value beats the best one so far by more than `min_delta`.
+    """Returns whether a value beats the best one so far by more than `min_delta`.
 
     A value that is not finite never does; any finite value beats None.
     """
@@ -110,7 +110,7 @@ def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.
 
 
 def default_monitor(names: Iterable[str], modes: Modes | None = None) -> str | None:
-    """The metric to monitor by default: the first validation metric of known mode, or `val_loss`.
+    """Returns the first validation metric of known mode, else `val_loss` if there is one.
 
     >>> default_monitor(["loss", "accuracy", "val_loss", "val_accuracy"])
     'val_accuracy'
@@ -121,12 +121,12 @@ def default_monitor(names: Iterable[str], modes: Modes | None = None) -> str | N
 
 
 def modes_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, str | None]:
-    """The better values of metrics by their names, with a prefix."""
+    """Returns the directions of metrics by prefixed name."""
     return {f"{prefix}{name}": metric.mode or known_mode(name) for name, metric in metrics.items()}
 
 
 class Monitor:
-    """The metric that a callback monitors, with errors in the name of its owner.
+    """The metric that a callback monitors; errors name the callback.
 
     >>> from flaxfit.state._checkpoint import Checkpoint
     >>> monitor = Monitor("val_loss", "auto", "Mine")
@@ -147,7 +147,7 @@ class Monitor:
         self.name, self.mode, self._owner = name, mode, owner
         self._use, self._advice = use, advice
         self.was_seen = False
-        """Whether some checkpoint has the metric, so that those without it are skipped."""
+        """Whether some checkpoint has the metric; then checkpoints without it are skipped."""
         self._modes: Modes = {}
 
     def attach(self, loop: Any, callback: object) -> None:
@@ -171,7 +171,7 @@ class Monitor:
             raise ValueError(f"{self._owner}: {error}") from None
 
     def read(self, checkpoint: Any) -> float | None:
-        """The value in a checkpoint; None if only other checkpoints have one.
+        """Returns the value in a checkpoint; None if only other checkpoints have one.
 
         Raises:
           ValueError: no checkpoint has the metric, or its better values are not known.
@@ -185,7 +185,7 @@ class Monitor:
         raise self._no_metric("hold", checkpoint.metrics)
 
     def is_better(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Whether a value beats the best one so far by more than `min_delta`."""
+        """Returns whether a value beats the best one so far by more than `min_delta`."""
         return is_better(value, best, self.resolve(), min_delta)
 
     def _no_metric(self, hold: str, names: Iterable[str]) -> ValueError:
@@ -205,17 +205,16 @@ class Monitor:
 
 
 def _may_come(name: str, known: Modes) -> bool:
-    """Whether a loop may report a metric beside known ones: a penalty beside each loss, too."""
+    """Returns whether a loop may report this metric, too, such as the penalty of a loss."""
     is_penalty = name.endswith("_penalty") and f"{name.removesuffix('penalty')}loss" in known
     return is_penalty or name.partition("/")[0] in _MAY_BE_THERE
 
 
 def _metrics_before(loop: Any, callback: object) -> tuple[dict[str, str | None], bool]:
-    """The metrics that a callback of a loop will find, and whether the list is complete.
+    """Returns the modes of the metrics that a callback will find, and whether these are all.
 
-    Callbacks of the library that run before it declare in `adds` what they add, and in `adds_more`
-    that there may be more. It is not known what other callbacks add, nor what a user's own step or
-    objective reports.
+    The library's callbacks declare added metrics in `adds`, and further ones by `adds_more`. The
+    metrics of other callbacks, and of a user's own step or objective, are unknown.
     """
     task = getattr(loop, "task", None)
     if task is None:  # Not a `TrainLoop`.

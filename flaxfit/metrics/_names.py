@@ -115,7 +115,7 @@ MetricLike = Metric | Function | str
 def as_metrics(
     metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | MetricLike | None,
 ) -> dict[str, Metric]:
-    """Brings the metrics that a user passed into the form `{name: Metric}`.
+    """Converts the metrics that a user passed to `{name: Metric}`.
 
     Accepts a mapping of names to metrics, a sequence of metrics, one metric, or None. A metric is a
     `Metric`, a built-in name such as "accuracy" or "top_5", a function that returns per-example
@@ -258,8 +258,8 @@ def _by_name(given: str) -> Metric:
         raise ValueError(f"There is no metric 'loss'. {_OF_LOSS}")
     if name in ("mean", "sum"):
         raise ValueError(
-            f"There is no metric {given!r} of outputs and targets: say of what, by a function "
-            f"(outputs, targets) -> values: flaxfit.metrics.{name}(f)."
+            f"The metric {given!r} needs a function (outputs, targets) -> values: "
+            f"flaxfit.metrics.{name}(f)."
         )
     known = [*_BUILT_IN, *aliases(), "top_5", "confusion_matrix"]
     nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
@@ -284,7 +284,7 @@ def _check_called(metric: Function) -> None:
 
 
 def _is_stateful(metric: object) -> bool:
-    """Whether it is updated in place, like the metrics of Keras and torchmetrics."""
+    """Returns whether it is updated in place, like the metrics of Keras and torchmetrics."""
     protocols = (("update", "compute"), ("update_state", "result"))
     return any(all(hasattr(metric, name) for name in protocol) for protocol in protocols)
 

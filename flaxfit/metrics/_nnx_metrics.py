@@ -12,7 +12,7 @@ from flaxfit.tree import Array
 
 
 def is_nnx_metric(metric: object) -> bool:
-    """Whether this is a metric of NNX, or its class."""
+    """Returns whether this is a metric of NNX, or its class."""
     # A user of NNX has imported it; nobody else should pay for its import.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -21,12 +21,12 @@ def is_nnx_metric(metric: object) -> bool:
 
 
 def is_multi_metric(metrics: object) -> bool:
-    """Whether this is an `nnx.MultiMetric`."""
+    """Returns whether this is an `nnx.MultiMetric`."""
     return is_nnx_metric(metrics) and hasattr(metrics, "_metric_names")
 
 
 def members_of_multi(metrics: Any) -> dict[str, Any]:
-    """The metrics of an `nnx.MultiMetric` by name, without the mean of the loss."""
+    """Returns the metrics of an `nnx.MultiMetric` by name, without the mean of the loss."""
     members = {name: getattr(metrics, name) for name in metrics._metric_names}
     if _averages_loss(members.get("loss")):
         del members["loss"]  # The loop reports it by that name.

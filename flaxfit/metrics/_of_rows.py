@@ -16,13 +16,13 @@ from flaxfit.metrics._validity import counted_weights, warn_of
 from flaxfit.tree import Array, ArrayLike, Function, Sums
 
 Rows = Callable[[np.ndarray, np.ndarray, np.ndarray], ArrayLike]
-"""`(outputs, targets, weights) -> value`, of all elements of weight above 0, flat."""
+"""`(outputs, targets, weights) -> value`, over the flat elements of nonzero weight."""
 
 
 def _pair(
     name: str, prepare: Function, value: Rows, mode: str, configure: Function | None = None
 ) -> Metric:
-    """Makes a collected metric of `prepare(outputs, targets, weights)`, by element."""
+    """Makes a collected metric of the elements of `prepare(outputs, targets, weights)`."""
 
     def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
         outputs, targets, weights = prepare(outputs, targets, weights)
@@ -34,7 +34,7 @@ def _pair(
 
 
 def _of_weight(value: Rows, outputs: Any, targets: Any, weights: Any) -> ArrayLike:
-    """The value of all elements that have weight; NaN if there are none, or one is NaN."""
+    """Returns the value over the elements of nonzero weight; NaN if none, or if one is NaN."""
     chosen = weights != 0
     found = outputs[chosen], targets[chosen], weights[chosen]
     if not chosen.any() or any(np.isnan(each).any() for each in found):
@@ -54,7 +54,7 @@ def _scores(name: str, outputs: Array, targets: Array, weights: Array | None) ->
 
 
 def _curve(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike) -> tuple[np.ndarray, ...]:
-    """The weights of true and of false positives at each score as the threshold, from the top."""
+    """Returns the weights of true and false positives at each threshold, highest first."""
     order = np.argsort(-scores, kind="stable")
     scores, labels, weights = scores[order], labels[order], weights[order]
     last = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)
@@ -62,7 +62,7 @@ def _curve(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike) -> tuple[np
 
 
 def _by_column(ranked: Ranked, value: Rows, configure: Function, reduce: Function) -> Metric:
-    """Makes a metric of `reduce(values, positives)`, of the value of each class or label."""
+    """Makes a metric that reduces the values of the classes or labels to one."""
 
     def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
         found = ranked.scores(outputs, targets, weights)
@@ -81,7 +81,7 @@ def _by_column(ranked: Ranked, value: Rows, configure: Function, reduce: Functio
 
 
 def _area(name: str, value: Rows) -> Metric:
-    """Makes the area under a curve of a single score, or of each of several classes or labels."""
+    """Makes the area under a curve, of a single score or of each class or label."""
 
     def configure(
         *,
@@ -127,7 +127,7 @@ pr_auc = _area("pr_auc", _pr_area)
 
 
 def _best_at(name: str, best: Function, bounded: Function) -> Metric:
-    """Makes the best of one rate over all thresholds at which another reaches a bound."""
+    """Makes the best value of one rate over the thresholds at which another meets a bound."""
 
     def configure(
         *,
@@ -202,7 +202,7 @@ max_error = _pair("max_error", _numbers, lambda o, t, w: float(np.abs(o - t).max
 
 
 def _ranks(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The mean place of each value among all, by weight."""
+    """Returns the weighted rank of each value; equal values get their mean rank."""
     _, places = np.unique(values, return_inverse=True)
     at = np.bincount(places, weights)
     return (np.cumsum(at) - at / 2)[places]
@@ -218,32 +218,32 @@ def _spearman(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
 
 
 spearman = _pair("spearman", _numbers, _spearman, "max")
-"""The correlation of the ranks of outputs and targets; of equal values, their mean rank."""
+"""Spearman's rank correlation of outputs and targets; ties get their mean rank."""
 
 
 def _kendall(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
     if np.ptp(weights):
         raise ValueError(
-            "The metric 'kendall' counts all examples alike: give the weights 0 or 1, or use "
-            "'spearman', which takes any."
+            "The metric 'kendall' counts all examples equally: use weights of 0 and 1, or the "
+            "metric 'spearman', which takes any weights."
         )
-    from scipy.stats import kendalltau  # Not before it is used: `import flaxfit` stays quick.
+    from scipy.stats import kendalltau  # Slow to import.
 
     found: Any = kendalltau(outputs, targets)
     return float(found.statistic)
 
 
 kendall = _pair("kendall", _numbers, _kendall, "max")
-"""Kendall's tau-b: the share of pairs in the same order less those in the other, without ties.
+"""Kendall's tau-b: concordant minus discordant pairs, as a fraction corrected for ties.
 
 NaN of a constant. Examples of weight 0 are left out; other weights must be equal.
 """
 
 
 def _explained(name: str, loss: Function, center: Function, configure: Function | None) -> Metric:
-    """Makes 1 less the loss of the outputs over that of one best number for all targets.
+    """Makes `1 - loss(outputs) / loss(best constant)`, averaged over several outputs.
 
-    It is the mean over several outputs. A loss of 0 gives 1, and otherwise constant targets give 0.
+    A loss of 0 gives 1; any other loss gives 0 if the targets are constant.
     """
 
     def value(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
@@ -273,7 +273,7 @@ def _weighted_median(targets: Any, weights: Any) -> ArrayLike:
 d2_absolute_error = _explained(
     "d2_absolute_error", lambda o, t: np.abs(o - t), _weighted_median, None
 )
-"""1 - the mean absolute error over that of the median target, averaged over several outputs."""
+"""`1 - MAE(outputs) / MAE(median target)`, averaged over several outputs."""
 
 
 def _d2_tweedie(*, power: float = 0.0) -> Metric:
@@ -302,7 +302,7 @@ def _d2_tweedie(*, power: float = 0.0) -> Metric:
 
 
 d2_tweedie = _d2_tweedie()
-"""1 - the Tweedie deviance over that of the mean target, averaged over several outputs.
+"""`1 - D(outputs) / D(mean target)`, D the Tweedie deviance, averaged over several outputs.
 
 Its `power` is 0 (normal, as `r2`) unless given; 1 is Poisson, 2 is gamma. Outputs must be positive
 with any other power than 0, and targets where the distribution is: the value is NaN otherwise.

@@ -15,7 +15,7 @@ from flaxfit.tree import Array, Sums
 
 
 def _shares(answers: Answers, from_logits: bool) -> tuple[jax.Array, bool]:
-    """The probabilities of the classes, or of class 1; and whether they are by class."""
+    """Returns the probabilities of the classes, or of class 1; and whether they are by class."""
     by_class = answers.outputs.ndim > answers.actual.ndim
     if not from_logits:
         return answers.outputs, by_class
@@ -38,9 +38,9 @@ def _log_loss(*, from_logits: bool = True) -> Metric:
 
 
 log_loss = _log_loss()
-"""The mean negative logarithm of the probability of the actual class: cross-entropy.
+"""The mean of `-log(p)`, p the probability of the actual class: cross-entropy.
 
-Of a single score, scores of two or more classes, and integer or one-hot labels. With
+It takes a single score or scores of two or more classes, and integer or one-hot labels. With
 `from_logits=False` the outputs are probabilities.
 """
 
@@ -59,7 +59,7 @@ def _brier(*, from_logits: bool = True) -> Metric:
 
 
 brier = _brier()
-"""The mean squared difference of probabilities and labels: of class 1 of two, or the sum of all.
+"""The mean of `(p - y)**2`, for class 1 of two classes, else summed over the classes.
 
 With `from_logits=False` the outputs are probabilities.
 """
@@ -87,7 +87,7 @@ def _calibration_error(*, n_bins: int = 15, from_logits: bool = True) -> Metric:
 
 
 calibration_error = _calibration_error()
-"""The expected calibration error: how far confidence lies from accuracy, over `n_bins` bins.
+"""The expected calibration error: the mean `|confidence - accuracy|` of `n_bins` bins.
 
 The confidence is the probability of the predicted class (Guo et al. 2017), or of class 1 for a
 single score, as in torchmetrics.

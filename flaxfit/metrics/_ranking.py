@@ -1,4 +1,4 @@
-"""Ranking metrics: the items of each row in the order of their scores, beside their relevance."""
+"""Ranking metrics: of the relevance of each row's items, ordered by score."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from flaxfit.tree import Array, ArrayLike, Sums
 
 
 class _Ranked(NamedTuple):
-    """Means over all orders of the items whose scores are equal, by place; and the relevance."""
+    """Expected values by rank, over all orders of items with equal scores; and the relevance."""
 
     gains: jax.Array
     hits: jax.Array
-    """The chance that the item at this place is relevant."""
+    """The probability that the item at this rank is relevant."""
     first_hits: jax.Array
-    """The same, where no item before it is relevant."""
+    """The same probability, given that no item before it is relevant."""
     relevance: jax.Array
 
 
 def _ranked(scores: jax.Array, relevance: jax.Array) -> _Ranked:
-    # NaN, of what does not count, comes last and equals nothing.
+    # Items that do not count have the score NaN, which sorts last and ties with nothing.
     falling, relevant = jax.lax.sort((-scores, relevance), num_keys=1)
     first, end = (
         jnp.vectorize(
@@ -38,6 +38,7 @@ def _ranked(scores: jax.Array, relevance: jax.Array) -> _Ranked:
     gains, hits = (
         jnp.take_along_axis(each, end, -1) - jnp.take_along_axis(each, first, -1) for each in sums
     )
+    # If none of the tied items before a rank was relevant, all hits are among the `n_left` others.
     n_equal, n_left = end - first, end - jnp.arange(scores.shape[-1])
     gains = jnp.where(n_equal == 1, relevant, gains / n_equal)
     return _Ranked(gains, hits / n_equal, jnp.minimum(hits / n_left, 1), relevance)
@@ -56,7 +57,7 @@ def _ranking(
             if ignore_label is not None:
                 counts = relevance != ignore_label
                 relevance = jnp.where(counts, relevance, 0)
-            if relevance.shape != scores.shape:  # The number of the one relevant item.
+            if relevance.shape != scores.shape:  # The index of the relevant item.
                 labels, is_valid = labels_of(scores, relevance)
                 relevance, is_item = jax.nn.one_hot(labels, scores.shape[-1]), jnp.array(True)
             else:
@@ -64,16 +65,16 @@ def _ranking(
             ranked = _ranked(jnp.where(is_item, scores, jnp.nan), floating(relevance))
             found = of_ranks(ranked, k or scores.shape[-1])
             found = jnp.where((jnp.isnan(scores) & is_item).any(-1), jnp.nan, found)
-            return jnp.where(is_valid, found, jnp.inf), counts  # Which `compute` refuses.
+            return jnp.where(is_valid, found, jnp.inf), counts  # `compute` rejects inf.
 
         metric = mean(values, name=name)
 
         def compute(sums: Sums) -> ArrayLike:
             if np.isposinf(sums["sum"]):
                 raise ValueError(
-                    f"The metric {name!r} got targets below 0, or numbers of items that are not "
-                    "there. Give items that are not relevant 0, and leave out those that do not "
-                    f"count, such as padding: {name}(ignore_label=-1)."
+                    f"The metric {name!r} got negative targets, or indices of items that do not "
+                    "exist. Use 0 for irrelevant items, and ignore items that do not count, such "
+                    f"as padding: {name}(ignore_label=-1)."
                 )
             return metric.compute(sums)
 
@@ -94,22 +95,22 @@ def _ndcg(ranked: _Ranked, k: int) -> Array:
 ndcg = _ranking("ndcg", _ndcg)
 """The normalised discounted cumulative gain, with gains as given (Järvelin, Kekäläinen 2002).
 
-Outputs are scores `(batch, items)`; targets their relevance, or the number of the one relevant
-item. `k` counts the first items alone. The mean over the rows; 0 where nothing is relevant. Of
-equal scores, it is the mean over all orders. Items whose target is `ignore_label`, such as padding,
-do not count, nor do rows of them alone; other targets below 0 are refused.
+Outputs are scores `(batch, items)`; targets are their relevance, or the index of the only relevant
+item. The value is the mean over the rows, of the first `k` items if `k` is given; a row without
+relevant items gives 0. Ties are averaged over all orders. Items whose target is `ignore_label`,
+such as padding, do not count, nor do rows of only such items; other negative targets raise.
 """
 
 
 def _reciprocal(ranked: _Ranked, k: int) -> Array:
     first = ranked.first_hits[..., :k]
-    none_yet = jnp.cumprod(1 - first, -1)  # The chance, after each place.
+    none_yet = jnp.cumprod(1 - first, -1)  # P(no relevant item up to each rank).
     chances = first.at[..., 1:].multiply(none_yet[..., :-1])
     return (chances / (1 + jnp.arange(first.shape[-1]))).sum(-1)
 
 
 mrr = _ranking("mrr", _reciprocal)
-"""The mean over the rows of one over the rank of the first relevant item; see `ndcg`."""
+"""The mean reciprocal rank of the first relevant item in each row; see `ndcg`."""
 
 
 def _precision(ranked: _Ranked, k: int) -> Array:
@@ -117,7 +118,7 @@ def _precision(ranked: _Ranked, k: int) -> Array:
 
 
 precision_at_k = _ranking("precision_at_k", _precision, 10)
-"""The share of relevant items among the first `k`, 10 unless given; see `ndcg`."""
+"""The fraction of the first `k` items, 10 unless given, that are relevant; see `ndcg`."""
 
 
 def _recall(ranked: _Ranked, k: int) -> Array:
@@ -126,7 +127,7 @@ def _recall(ranked: _Ranked, k: int) -> Array:
 
 
 recall_at_k = _ranking("recall_at_k", _recall, 10)
-"""The share of the relevant items that are among the first `k`, 10 unless given; see `ndcg`.
+"""The fraction of relevant items that are among the first `k`, 10 unless given; see `ndcg`.
 
 With one relevant item in each row it is the hit rate; where none is relevant, 0.
 """

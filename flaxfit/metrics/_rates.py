@@ -22,9 +22,9 @@ _AVERAGES = ("auto", "binary", "macro", "micro", "weighted", "samples", None)
 
 
 def _rate(name: str, fraction: Fraction, *, mode: str = "max", default: str = "auto") -> Metric:
-    """Makes a metric that is a ratio of counts, by class and then averaged.
+    """Makes a metric that averages a ratio of counts over classes.
 
-    The options, which mean what they mean in scikit-learn or Keras:
+    The options have their meaning in scikit-learn or Keras:
       average: "binary" (class 1 only), "macro" (the mean over the classes that occur or are
         predicted), "weighted" (their mean weighted by how often they occur), "micro" (the ratio of
         the counts of all classes), "samples" (the mean over the examples, with `multilabel`), or
@@ -36,12 +36,11 @@ def _rate(name: str, fraction: Fraction, *, mode: str = "max", default: str = "a
       multilabel: whether an example may have several labels, or none: outputs and labels have the
         shape `(batch, ..., classes)`, and each class is predicted by its own output.
       top_k: predicts the classes of the k highest scores, instead of one.
-      class_id: the class that alone is reported, or several: the mean of those that occur or are
-        predicted.
-      zero_division: the value where nothing was predicted, or nothing is there.
-      num_classes: the number of classes, of outputs that are predicted labels, integers of the
-        shape of the targets; of other outputs it is checked.
-      axis: that of the classes, of outputs and of one-hot targets.
+      class_id: reports only this class, or the mean over several that occur or are predicted.
+      zero_division: the value where the denominator is 0.
+      num_classes: the number of classes, where outputs are predicted labels, integers of the shape
+        of the targets; checked for other outputs.
+      axis: the axis of the classes, in outputs and one-hot targets.
     """
 
     def configure(
@@ -73,7 +72,6 @@ def _rate(name: str, fraction: Fraction, *, mode: str = "max", default: str = "a
 def _sums_and_value(
     name: str, fraction: Fraction, zero_division: float, **options: Any
 ) -> tuple[Function, Function]:
-    """The two functions of a rate."""
     count = count_answers(name, **options)
     average, class_id, top_k = (options[each] for each in ("average", "class_id", "top_k"))
     multilabel = options["multilabel"]
@@ -160,7 +158,7 @@ def _check_options(
 def by_thresholds(
     make: Callable[[float | None], Metric], threshold: Threshold, configure: Callable[..., Metric]
 ) -> Metric:
-    """The metric of a threshold; of several, a metric whose value is an array."""
+    """Makes the metric for one threshold, or an array-valued metric for several."""
     given: Any = threshold
     if np.ndim(given) == 0:
         return dataclasses.replace(make(given), configure=configure)
@@ -176,22 +174,22 @@ def by_thresholds(
 
 
 precision = _rate("precision", lambda of: (of.tp, of.tp + of.fp))
-"""The share of the predicted labels that are correct; 0 if none is predicted."""
+"""TP / (TP + FP): the fraction of predicted labels that are correct; 0 if none is predicted."""
 
 recall = _rate("recall", lambda of: (of.tp, of.tp + of.fn))
-"""The share of the actual labels that are predicted; 0 if there are none. Also: sensitivity."""
+"""TP / (TP + FN), sensitivity: the fraction of actual labels predicted; 0 if there are none."""
 
 specificity = _rate("specificity", lambda of: (of.tn, of.tn + of.fp))
-"""The share of those without a label for which it is not predicted: the recall of "no"."""
+"""TN / (TN + FP): the recall of "no"."""
 
 negative_predictive_value = _rate("negative_predictive_value", lambda of: (of.tn, of.tn + of.fn))
-"""The share of those without a predicted label that do not have it: the precision of "no"."""
+"""TN / (TN + FN): the precision of "no"."""
 
 false_positive_rate = _rate("false_positive_rate", lambda of: (of.fp, of.tn + of.fp), mode="min")
-"""The share of those without a label for which it is predicted: 1 - specificity."""
+"""FP / (FP + TN): 1 - specificity."""
 
 false_negative_rate = _rate("false_negative_rate", lambda of: (of.fn, of.tp + of.fn), mode="min")
-"""The share of the actual labels that are not predicted: 1 - recall."""
+"""FN / (FN + TP): 1 - recall."""
 
 f1 = _rate("f1", lambda of: (2 * of.tp, 2 * of.tp + of.fp + of.fn))
 """The harmonic mean of precision and recall."""
@@ -206,7 +204,7 @@ def _fbeta() -> Metric:
 
         return dataclasses.replace(_rate("fbeta", fraction)(**options), configure=configure)
 
-    # Its options are those of the others, and beta.
+    # Its signature: `beta`, and the options of every rate.
     common = inspect.signature(f1.configure or configure).parameters.values()
     beta = inspect.signature(configure).parameters["beta"]
     vars(configure)["__signature__"] = inspect.Signature([beta, *common])
@@ -217,14 +215,14 @@ fbeta = _fbeta()
 """The weighted harmonic mean of precision and recall, in which recall counts `beta` times."""
 
 dice = _rate("dice", lambda of: (2 * of.tp, 2 * of.tp + of.fp + of.fn))
-"""Twice the overlap of the actual and the predicted elements of a class, by the sum of both: F1."""
+"""Dice coefficient, 2 TP / (2 TP + FP + FN), per class; equal to F1."""
 
 iou = _rate("iou", lambda of: (of.tp, of.tp + of.fp + of.fn))
-"""The intersection of the actual and the predicted elements of a class over their union: Jaccard's.
+"""Intersection over union (Jaccard index), TP / (TP + FP + FN), per class.
 
-Over all data, as in Keras: not the mean over examples. Of a mask with a single score for each
-element, `average="binary"` takes outputs and targets of one shape.
+It is computed over all data, as in Keras, not averaged over examples. For a mask with a single
+score for each element, `average="binary"` takes outputs and targets of one shape.
 """
 
 mean_iou = _rate("mean_iou", lambda of: (of.tp, of.tp + of.fp + of.fn), default="macro")
-"""The mean of `iou` over the classes that occur or are predicted, of two classes as well."""
+"""The mean of `iou` over the classes that occur or are predicted, also for two classes."""

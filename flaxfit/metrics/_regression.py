@@ -32,13 +32,13 @@ def _errors(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
 
 
 mse = mean(lambda outputs, targets: jnp.square(_errors(outputs, targets)), name="mse")
-"""The mean of the squared errors."""
+"""The mean squared error."""
 
 mae = mean(lambda outputs, targets: jnp.abs(_errors(outputs, targets)), name="mae")
-"""The mean of the absolute errors."""
+"""The mean absolute error."""
 
 rmse = Metric(mse.measure, lambda sums: float(np.sqrt(mse.compute(sums))), "rmse")
-"""The root of the mean of the squared errors."""
+"""The root mean squared error."""
 
 
 _AVERAGES = ("uniform_average", "variance_weighted_average", None)
@@ -76,11 +76,10 @@ def _r2(*, average: str | None = "uniform_average", num_regressors: int = 0) -> 
 r2 = _r2()
 """The coefficient of determination, averaged over several outputs.
 
-No digits are lost where the targets lie far from zero (years, prices in cents). For a constant
-target it is 1 if the outputs equal that constant, and 0 otherwise. With
-`average="variance_weighted_average"` outputs count by the variance of their targets, with None
-there is an array, by output. `num_regressors=p` adjusts it, for `p` variables and `n` examples of
-weight: `1 - (1 - r2) (n - 1) / (n - p - 1)`.
+Targets far from zero (years, prices in cents) lose no precision. For a constant target it is 1 if
+the outputs equal that constant, and 0 otherwise. `average="variance_weighted_average"` weights
+outputs by the variance of their targets; None returns an array, by output. `num_regressors=p` is
+adjusted R2, `1 - (1 - r2) (n - 1) / (n - p - 1)`, for `n` examples of nonzero weight.
 """
 
 
@@ -143,9 +142,9 @@ def _quantile_loss(*, quantile: float = 0.5) -> Metric:
 
 
 quantile_loss = _quantile_loss()
-"""The mean pinball loss: errors below the target count `quantile` times, others the rest.
+"""The mean pinball loss, `max(q (t - o), (q - 1) (t - o))`, q the `quantile`.
 
-With `quantile=0.5`, as it is unless given, it is half the mean absolute error.
+With the default, `quantile=0.5`, it is half the mean absolute error.
 """
 
 
@@ -160,5 +159,5 @@ def _cosine_similarity(*, axis: int = -1) -> Metric:
 cosine_similarity = _cosine_similarity()
 """The mean cosine of the angle between vectors along an axis: 1 where they agree, as in Keras.
 
-The loss of that name is its opposite.
+The loss of that name is its negative.
 """

@@ -13,11 +13,11 @@ from flaxfit.metrics._metric import RESERVED, Metric
 from flaxfit.tree import Array, ArrayLike, Function, PyTree, Sums, flat
 
 MAX_ROWS = 1_000_000
-"""The most rows that a metric collects by default."""
+"""The maximum number of rows that a metric collects by default."""
 
 
 def rows_of(name: str | None, arguments: PyTree, weights: Array | None) -> Sums:
-    """The rows of a batch that a metric collects, with the weights of its examples.
+    """Returns the rows of a batch that a metric collects, with the weights of its examples.
 
     Raises:
       ValueError: an array has no row for each example.
@@ -37,7 +37,7 @@ def rows_of(name: str | None, arguments: PyTree, weights: Array | None) -> Sums:
 def value_of(
     name: str | None, f: Function, rows: Sums, *, takes_weights: bool = False
 ) -> ArrayLike | dict[str, ArrayLike]:
-    """The value of a function of the collected rows, or its values by name; NaN without rows.
+    """Returns the value, or values by name, of a function of collected rows; NaN without rows.
 
     Raises:
       TypeError: it returned anything else.
@@ -58,7 +58,7 @@ def value_of(
 
 
 def values_by_name(name: str, metric: Metric, value: Any) -> dict[str, Any]:
-    """The values of a metric by the names under which they are reported; see `collected`.
+    """Returns the values of a metric by the names under which they are reported; see `collected`.
 
     >>> metric = Metric(lambda: {}, lambda rows: {"f1": 0.5}, name="scores", max_rows=9)
     >>> values_by_name("scores", metric, {"f1": 0.5}), values_by_name("ner", metric, {"f1": 0.5})
@@ -66,14 +66,14 @@ def values_by_name(name: str, metric: Metric, value: Any) -> dict[str, Any]:
     """
     if not isinstance(value, Mapping):
         return {name: value}
-    # The name of a metric in a list is that of its function; that of an output comes before it.
+    # An unnamed metric has the name of its function, after the name of an output if there is one.
     prefix = name.removesuffix(metric.name or "")
     prefix += "_" if prefix and not prefix.endswith("_") else ""
     return {f"{prefix}{key}": each for key, each in value.items()}
 
 
 def check_values(found: Mapping[str, Any], others: Mapping[str, Any], name: str) -> None:
-    """Checks that no value of a metric takes the name of another one, or of the loop."""
+    """Checks that no value of a metric has the name of another metric, or of the loop."""
     for key in found:
         if key in others or key in RESERVED:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Scores of one class against the others, and of several labels: what areas under curves rank."""
+"""Scores that areas under curves rank: of each class against the others, or of each label."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,19 +20,19 @@ from flaxfit.tree import Array, ArrayLike, broadcast_weights
 
 
 class Scores(NamedTuple):
-    """Scores to rank, one column for each class; a single one of two classes: `(..., columns)`."""
+    """Scores to rank, `(..., columns)`: a column for each class; a single one for two classes."""
 
     scores: jax.Array
     actual: jax.Array
-    """Whether each has the class: 0 or 1."""
+    """1 where the class is actual, else 0."""
     weights: jax.Array
     is_probable: jax.Array
-    """Whether each row may be probabilities that are taken for logits: `(...)`."""
+    """Whether each row looks like probabilities where logits are expected: `(...)`."""
     doubts: dict[str, jax.Array]
 
 
 class Ranked(NamedTuple):
-    """How a metric ranks scores: its options, checked, and its name."""
+    """The name and the options of a metric that ranks scores."""
 
     name: str
     average: str | None
@@ -42,7 +42,7 @@ class Ranked(NamedTuple):
     label_weights: Sequence[float] | None = None
 
     def checked(self) -> "Ranked":
-        """Itself, if its options go together."""
+        """Returns itself after checking that the options are consistent."""
         if self.average not in ("macro", "weighted", None):
             raise ValueError(
                 f"The average of {self.name!r} must be 'macro', 'weighted' or None, got "
@@ -71,7 +71,7 @@ class Ranked(NamedTuple):
         return self
 
     def scores(self, outputs: Array, targets: Array, weights: Array | None) -> Scores:
-        """The scores of a batch."""
+        """Returns the scores of a batch."""
         found, from_logits = self._answers(outputs, targets)
         weights, doubts = counted_weights(found, weights, from_logits=from_logits)
         scores, actual = found.outputs, found.actual
@@ -85,7 +85,7 @@ class Ranked(NamedTuple):
         return Scores(scores, jnp.asarray(actual, jnp.float32), weights, may_be, doubts)
 
     def _answers(self, outputs: Array, targets: Array) -> tuple[Answers, bool]:
-        """The answers by class, and whether the outputs of them need not be probabilities."""
+        """Returns the answers by class, and whether their outputs may lie outside [0, 1]."""
         shape = jnp.shape(outputs)
         if self.multilabel:
             if len(shape) < 2:
@@ -104,9 +104,9 @@ class Ranked(NamedTuple):
         return found._replace(is_probable=is_share(found.outputs) & adds_up), True
 
     def averaged(self, values: ArrayLike, positives: ArrayLike) -> ArrayLike:
-        """The value of the values by column, of which those that are NaN are left out.
+        """Averages the per-column values, ignoring NaN.
 
-        The weight of a class is NaN where an example was invalid; the value is then NaN, too.
+        The weight of a class is NaN if an example was invalid; then the result is NaN, too.
         """
         values, positives = np.asarray(values), np.asarray(positives)
         if len(values) == 1:

@@ -22,12 +22,12 @@ def _text(name: str, value: Value, mode: str, *, by_letter: bool = False) -> Met
     """Makes a metric of texts.
 
     Outputs are logits `(batch, tokens, vocabulary)` or integer tokens `(batch, tokens)`; targets
-    are integer tokens. Tokens of weight 0 are left out, of logits in both, and so is an example of
-    which no token counts. Others are weighed by example. The options:
-      decode: turns an array of tokens into a string, whose words (of `cer`: letters) are compared;
-        None: the tokens are.
-      ignore_label: the token of padding in the targets, which is left out.
-      end: the token that ends a sequence: it and what follows is left out.
+    are integer tokens. Tokens of weight 0 are ignored in the targets, and, with logits, in the
+    outputs. An example without counted tokens is ignored; others are weighted by example. Options:
+      decode: converts an array of tokens to a string, to compare its words (`cer`: letters); None
+        compares tokens.
+      ignore_label: the padding token of the targets, which is ignored.
+      end: the token that ends a sequence; it is ignored, with all later tokens.
     """
 
     def configure(
@@ -84,7 +84,7 @@ def _text(name: str, value: Value, mode: str, *, by_letter: bool = False) -> Met
 
 
 def _by_example(name: str, weights: np.ndarray) -> list[float]:
-    """The weight of each example, from weights of examples or of tokens, some of which are 0."""
+    """Returns the weight of each example, from weights of examples or of tokens (0: ignored)."""
     weights = weights.reshape(len(weights), -1)
     largest = weights.max(1, keepdims=True)
     if ((weights != 0) & (weights != largest)).any():
@@ -131,7 +131,7 @@ def _rouge(n: int) -> Value:
 
 
 def _longest(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The length of the longest common subsequence."""
+    """Returns the length of the longest common subsequence."""
     row = [0] * (len(b) + 1)
     for x in a:
         before = row
@@ -147,7 +147,7 @@ def _rouge_longest(pairs: Pairs, weights: list[float]) -> float:
 
 
 def _edits(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The fewest insertions, deletions and replacements between sequences (Levenshtein)."""
+    """Returns the fewest insertions, deletions and replacements between sequences (Levenshtein)."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         before = row

@@ -9,20 +9,20 @@ from flaxfit.metrics._labels import Answers, is_share
 from flaxfit.metrics._metric import weights_of
 from flaxfit.tree import Array, ArrayLike
 
-# Fewer scores may all lie between 0 and 1 by chance.
+# Fewer scores may all lie in [0, 1] by chance.
 _ENOUGH = 10
 
 
 def counted_weights(
     answers: Answers, weights: Array | None, *, from_logits: bool = True
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The weights of answers, NaN for invalid ones; and counts of what was invalid or doubtful.
+    """Returns the weights of answers, NaN if invalid, and counts of invalid and doubtful ones.
 
-    A weight of NaN spoils every sum that the answer is part of. Answers of weight 0 are ignored.
+    A NaN weight makes every sum that includes the answer NaN. Answers of weight 0 are ignored.
     """
     outputs, is_label = answers.outputs, answers.is_label
     by_class = outputs.ndim > is_label.ndim
-    # The largest of several is NaN if one of them is.
+    # `max` propagates NaN.
     is_number = ~jnp.isnan(outputs.max(-1) if by_class else outputs)
     weights = weights_of(is_label, weights)
 
@@ -34,7 +34,7 @@ def counted_weights(
         is_sound = is_share(outputs).all(-1) if by_class else is_share(outputs)
         is_valid, doubts["outputs"] = is_valid & is_sound, count(~is_sound & is_number)
     if (may_be := answers.is_probable) is not None:
-        is_inside = may_be & (outputs != 0)  # Exactly 0 is what an untrained model gives, too.
+        is_inside = may_be & (outputs != 0)  # Untrained models output exactly 0.
         may_be, is_inside = (x.all(-1) if by_class else x for x in (may_be, is_inside))
         doubts |= {"probable": count(is_inside), "improbable": count(~may_be & is_number)}
     return jnp.where(is_valid | (weights == 0), weights, jnp.nan), doubts

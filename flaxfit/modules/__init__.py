@@ -1,4 +1,4 @@
-"""Model families as pairs `(init, apply)` in the one convention that the core knows, Linen's."""
+"""Converts models of Linen, NNX and other libraries to Linen's convention, `(init, apply)`."""
 
 from flaxfit.modules._functions import ModelFunctions, from_function
 from flaxfit.modules._nnx import from_nnx, update_nnx

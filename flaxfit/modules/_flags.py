@@ -14,10 +14,11 @@ _IN_TRAINING = {
 }
 
 
-# Arguments of a call or an `apply` that are not inputs either.
+# Other arguments of a call or an `apply` that are not inputs.
 _OF_FLAX = frozenset(("rngs", "rng", "mutable"))
 
-# Other common names of such a flag: unset, it would be wrong in training or in evaluation.
+# Other common names of a train/eval flag. flaxfit rejects them: left unset, the flag would be
+# wrong in training or in evaluation.
 _UNKNOWN = frozenset(
     ("eval", "eval_mode", "evaluation", "in_training", "inference", "inference_mode", "is_eval")
     + ("is_evaluation", "is_inference", "is_test", "is_testing", "is_train", "test", "test_mode")
@@ -26,35 +27,35 @@ _UNKNOWN = frozenset(
 
 
 def switches(train: bool) -> dict[str, bool]:
-    """All flags by name, set for training or for evaluation."""
+    """Returns all flags by name, set for training or for evaluation."""
     return {name: train == in_training for name, in_training in _IN_TRAINING.items()}
 
 
 def flags(values: Mapping[str, object], train: bool) -> dict[str, bool]:
-    """The flags among named values, set for training or for evaluation.
+    """Returns the flags among named values, set for training or for evaluation.
 
-    A value that is neither a bool nor None is not a flag, such as a `training` that holds settings.
+    Only a bool or None is a flag, not, say, a `training` that holds settings.
     """
     found = [name for name in values if isinstance(values[name], bool | None)]
     return {name: value for name, value in switches(train).items() if name in found}
 
 
 def call_flags(function: Function, train: bool) -> dict[str, bool]:
-    """The flags among the arguments of a function, set for training or for evaluation."""
+    """Returns the flags among the arguments of a function, set for training or for evaluation."""
     return flags(call_defaults(function), train)
 
 
 def call_defaults(function: Function) -> dict[str, object]:
-    """The arguments of a function that can be given by name, and their defaults or None."""
+    """Returns the keyword arguments of a function, with their defaults or None."""
     found = parameters(function).values()
     by_keyword = (p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return {p.name: None if p.default is p.empty else p.default for p in by_keyword}
 
 
 def input_names(function: Any) -> tuple[str, ...] | None:
-    """The arguments of a function or module that are inputs; None if it takes any name."""
+    """Returns the names of the inputs of a function or module; None if it takes any name."""
     if type(function).__name__ == "Sequential" and getattr(function, "layers", None):
-        return input_names(function.layers[0])  # Which is given the arguments of the call.
+        return input_names(function.layers[0])  # It receives the arguments of the call.
     found = parameters(function).values()
     if not found or any(p.kind is p.VAR_KEYWORD for p in found):
         return None
@@ -63,7 +64,7 @@ def input_names(function: Any) -> tuple[str, ...] | None:
 
 
 def check_switches(values: Mapping[str, object], owner: str) -> None:
-    """Raises an error for a train/eval flag that has another name."""
+    """Raises an error for a train/eval flag with a name that flaxfit does not set."""
     found = [name for name in values if name in _UNKNOWN and isinstance(values[name], bool | None)]
     if found:
         raise ValueError(

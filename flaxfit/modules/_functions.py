@@ -12,7 +12,7 @@ from flaxfit.modules._handle import attached, with_handle
 from flaxfit.tree import Function, Params, PyTree, Rngs, Variables
 
 WRITTEN = "written_params"
-"""The collection of the parameters that a call of the model has written, by path."""
+"""The collection of parameters that the model's call has written, by path."""
 
 Names = str | type | Iterable[str | type]
 """Collections by name, or types of NNX variables."""
@@ -38,7 +38,7 @@ class ModelFunctions(NamedTuple):
 def with_losses(
     functions: ModelFunctions, losses: Names, *, are_required: bool = True
 ) -> ModelFunctions:
-    """A model whose collections of these names become parts of "losses", so terms of the loss.
+    """Moves a model's collections of these names into "losses", so that they add to the loss.
 
     >>> sow = ModelFunctions(lambda k, x: {}, lambda v, x, mutable: (x, {"kl": 1.0}))
     >>> with_losses(sow, ["kl"]).apply({}, 0.0, mutable=True)
@@ -76,7 +76,7 @@ def with_losses(
 
 
 def check_losses(losses: Sequence[str], found: Iterable[str]) -> None:
-    """Checks that a model has left values in all the collections that count as losses."""
+    """Checks that a model has stored values in all collections that count as losses."""
     if missing := [name for name in losses if name not in found]:
         raise ValueError(
             f"losses contains {', '.join(missing)}, but the model stores values only in "
@@ -88,7 +88,7 @@ class GivenInit:
     """An `init` that copies existing weights, because training donates its arrays."""
 
     gives_weights = True
-    """Tells callers not to trace it: under `jit` the weights would be constants."""
+    """Callers must not trace it: under `jit` the weights would be constants."""
 
     def __init__(self, give: Callable[[], Variables]):
         self._give = give
@@ -114,8 +114,8 @@ def from_function(
     `from_function(lambda p, x: jax.vmap(eqx.combine(p, static))(x), params)` after
     `params, static = eqx.partition(model, eqx.is_inexact_array)`.
 
-    An argument of the function that is named `train`, `is_training`, `deterministic` or the like
-    is set by `Model`, as it is for Linen modules.
+    `Model` sets an argument named `train`, `is_training`, `deterministic` or a similar flag, as for
+    Linen modules.
 
     >>> init, apply = from_function(lambda w, x: w * x, 2.0)
     >>> float(apply(init(None, 3.0), 3.0))
@@ -129,7 +129,7 @@ def from_function(
       stateful: the function is `(params, state, *inputs) -> (outputs, state)`, and `params` is,
         or returns, the initial `(params, state)`. The state is the collection `"state"`.
     """
-    # A pytree may be callable too: an equinox module is both.
+    # `callable` is not enough: an equinox module is callable and a pytree of parameters.
     is_init = callable(params) and jax.tree_util.all_leaves([params])
 
     def collections(initial: PyTree) -> Variables:
@@ -159,7 +159,7 @@ def from_function(
             return outputs
         return outputs, {name: new for name, new in updates.items() if in_filter(mutable, name)}
 
-    # Their signatures show the arguments of the user's functions, such as `train`.
+    # Show the user's arguments, such as `train`, in the signatures.
     functools.update_wrapper(apply, function, assigned=(), updated=())
     if not is_init:
         return ModelFunctions(GivenInit(lambda: collections(params)), apply)

@@ -1,4 +1,4 @@
-"""ModuleHandle: the module behind an `apply` function."""
+"""ModuleHandle: the module that an `apply` function belongs to."""
 
 import sys
 from collections.abc import Callable
@@ -14,20 +14,22 @@ _NAME = "_flaxfit_module"
 class ModuleHandle(NamedTuple):
     """The known facts about the module that an `apply` belongs to.
 
-    JAX keeps the functions that it has traced, so this must not keep the arrays of an instance.
+    JAX caches traced functions, so a handle must not hold the arrays of an instance.
     """
 
     module: Callable[[], Any]
-    """Returns what the user gave, an instance, a class or a factory; None if it is gone."""
+    """Returns the user's instance, class or factory; None if it was garbage collected."""
     init: Callable[[Any], Function]
     """Returns the `init` of that module."""
     merged: Callable[[Variables], Any]
-    """Returns a module that holds these variables, in evaluation mode."""
+    """Returns a module with these variables, in evaluation mode."""
     inputs: Callable[[], tuple[str, ...] | None]
-    """Returns the names of the inputs of its call; None if it takes any, or they are unknown."""
+    """Returns the names of the inputs of its call; None: any, or unknown."""
+    evaluated: Callable[[], Function]
+    """Returns its `apply` in evaluation mode."""
     assign: Callable[[Variables], list[Any]] | None = None
-    """Writes variables into an NNX instance, if it still exists, and returns the arrays that it
-    now holds; None for other modules."""
+    """Writes variables into an NNX instance, if it still exists, and returns its new arrays; None
+    for other modules."""
     paths: Callable[[Any], dict[str, bool]] | None = None
     """Maps the paths of all variables to whether an NNX filter selects them; None for linen."""
     streams: frozenset[str] | None = None
@@ -46,7 +48,7 @@ def attached(apply: object) -> ModuleHandle | None:
 
 
 def is_module(given: object) -> bool:
-    """Whether this is a Linen module, an NNX module, or a class of NNX modules."""
+    """Returns whether this is a Linen module, an NNX module, or a class of NNX modules."""
     if isinstance(given, nn.Module):
         return True
     # A user of NNX has imported it; nobody else should pay for its import.

@@ -1,4 +1,4 @@
-"""The layers that a call of a Linen or NNX module runs, and the shapes of their outputs."""
+"""Finds the layers that a call of a Linen or NNX module runs, and their output shapes."""
 
 import contextlib
 import functools
@@ -15,11 +15,11 @@ class Layer(NamedTuple):
     """A layer of a module."""
 
     path: str
-    """Its place in the module, as in the paths of parameters; that of the module itself is ""."""
+    """The path in the module, as for parameters; "" for the module itself."""
     kind: str
     """The name of its class."""
     output: PyTree
-    """Of its first call: shapes and dtypes."""
+    """The shapes and dtypes of the outputs of its first call."""
 
 
 def layers_of(module: Any, call: Function, *shapes: PyTree) -> tuple[list[Layer], PyTree]:
@@ -60,7 +60,7 @@ def _watching_linen(module: nn.Module, watched: Function) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watching_nnx(module: Any, watched: Function) -> Iterator[None]:
-    """Replaces `__call__` of the classes of the layers; each call merges layers of its own."""
+    """Replaces `__call__` of the layers' classes, as each call merges new instances."""
     from flax import nnx
 
     from flaxfit.modules._nnx_factory import abstract_of
@@ -71,6 +71,7 @@ def _watching_nnx(module: Any, watched: Function) -> Iterator[None]:
     def watching(function: Function) -> Function:
         @functools.wraps(function)
         def call(self: Any, *given: PyTree, **named: PyTree) -> PyTree:
+            # Find the paths at the outermost call: `apply` merges new instances each time.
             is_outermost = not paths
             if is_outermost:
                 for path, one in nnx.iter_modules(self):

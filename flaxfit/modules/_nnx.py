@@ -34,10 +34,10 @@ def from_nnx(
 
     Its variables become `{"params": ..., "batch_stats": ..., ...}`, one collection per type of
     variable. A shared variable is held once; arrays that are not variables are "constants". Random
-    states are not among them: every call receives its keys by `rngs`, and each stream of each layer
-    draws its own numbers. A call that has an argument `rngs` receives an `nnx.Rngs` of these keys,
-    or None without keys, as in evaluation. Names of axes (`nnx.with_partitioning`) become
-    collections `params_axes` and so on, which `init_state` splits off.
+    states are not included: every call receives its keys by `rngs`, and each stream of each layer
+    draws its own numbers. A call with an argument `rngs` receives an `nnx.Rngs` of these keys, or
+    None without keys, as in evaluation. Axis names (`nnx.with_partitioning`) become collections
+    such as `params_axes`, which `init_state` splits off.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -49,14 +49,14 @@ def from_nnx(
 
     Args:
       model: an instance, whose current weights `init` returns, or a factory. Other attributes of an
-        instance are those at this call: a loop does not follow later changes, as a Model does.
+        instance are read at this call: unlike a Model, a loop does not follow later changes.
       train: True or False sets the flags named `train`, `training`, `is_training`, `deterministic`
-        or `use_running_average`: those of layers, attributes of your own modules that are a bool or
-        None, and an argument of the model's call.
+        or `use_running_average`: in layers, in attributes of your own modules that are a bool or
+        None, and as an argument of the model's call.
       call: `(module, *inputs) -> outputs`, to call instead of the module itself.
       losses: types of variables, or their names, whose values are terms of the loss, besides
         the type named "losses".
-      **modes: further flags to set in the layers, such as `decode`.
+      **modes: more flags to set in the layers, such as `decode`.
 
     Raises:
       TypeError: it is neither an NNX module nor a function that makes one of its rngs alone; its
@@ -96,7 +96,7 @@ def from_nnx(
     graph, random, template = states.split(parts[-1], names)
     axes = states.axes_of(template, names)
 
-    # The functions do not keep an instance: JAX keeps those that it has traced.
+    # A weak reference: JAX caches traced functions, and would keep the instance alive.
     given_module = _weakly(model) if is_instance else lambda: model
 
     def variables_of(module: nnx.Module) -> Variables:
@@ -141,7 +141,7 @@ def from_nnx(
         if is_keyless and drawn:
             if not modes.get("deterministic"):
                 raise _without_key(drawn)
-            # `nnx.scan` and `nnx.split_rngs` change the states without any effect on the outputs.
+            # `nnx.scan` and `nnx.split_rngs` advance streams even if no output depends on them.
             _check_unused(states.streams_used(lambda each: run(filled(each)), streams))
         effects.check_outputs(outputs)
         updates = {} if mutable is False else states.variables_of(module, names)
@@ -177,6 +177,11 @@ def from_nnx(
         init=init_of,
         merged=merged,
         inputs=lambda: inputs,
+        evaluated=lambda: (
+            from_nnx(
+                nnx.merge(graph, random, template), call=call, train=False, losses=losses, **given
+            ).apply
+        ),
         assign=assign if is_instance else None,
         paths=lambda filter: states.selected(nnx.merge(graph, random, template), filter),
         streams=None if position is not None else states.names_of_streams(random),
@@ -185,7 +190,7 @@ def from_nnx(
 
 
 def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
-    """Writes copies of trained variables into an NNX instance, such as the one that you trained.
+    """Writes copies of trained variables into an NNX instance.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -236,12 +241,12 @@ def _without_key(drawn: Sequence[str]) -> ValueError:
 def _weakly(model: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(model)
-    except TypeError:  # A class with slots.
+    except TypeError:  # A class with __slots__ has no weak references.
         return lambda: model
 
 
 def _position_of_rngs(function: Any) -> int | None:
-    """The position of the argument `rngs` of a call, after all others if it has none; or None.
+    """Returns the position of a call's argument `rngs` (last if keyword-only), or None.
 
     Raises:
       TypeError: it is the first argument, or positional-only.
@@ -268,7 +273,7 @@ def _rngs(rngs: Rngs) -> Rngs:
 
     rngs = dict(rngs) if isinstance(rngs, Mapping) else {"params": rngs}
     if "params" in rngs and "default" not in rngs:
-        # As `nnx.Rngs(key)` does it: one stream, so that no two draws of weights are alike.
+        # Like `nnx.Rngs(key)`: a single stream, so that no two weights draw the same numbers.
         rngs["default"] = rngs.pop("params")
     return nnx.Rngs(**rngs)
 

@@ -1,7 +1,5 @@
-"""Attributes: what an NNX instance holds besides the values of its variables, and its changes.
-
-This imports NNX, so it is imported only where a model is an NNX module.
-"""
+"""Attributes: detects changes of an NNX instance other than in the values of its variables."""
+# This imports NNX: import it only where a model is an NNX module.
 
 import functools
 import itertools
@@ -19,17 +17,17 @@ from flaxfit.modules._flags import switches
 _ARRAYS = (jax.Array, np.ndarray)
 _SWITCHES = frozenset(switches(train=True))
 _LIBRARIES = {*sys.stdlib_module_names, "jax", "jaxlib", "flax", "numpy"} - {"types", "argparse"}
-"""Packages whose objects are not taken apart; those of two hold namespaces."""
+"""Packages whose objects are opaque; `types` and `argparse` have namespaces, which are not."""
 
 Parts = Mapping[Any, Any]
 
 
 class Attributes:
-    """Remembers the attributes of an NNX instance, to find out whether they were changed.
+    """Records the attributes of an NNX instance, to detect changes.
 
-    Modules, containers and objects of the user's classes are taken apart, so that a change in place
-    is found. Values of variables and arrays do not count, nor what calls leave by `sow`, nor flags
-    such as `deterministic`, which are set for each use.
+    It looks into modules, containers and objects of user classes, to find changes in place. It
+    ignores values of variables and arrays, sown values, and flags such as `deterministic`, which
+    are set for each use.
 
     >>> layer = nnx.Dropout(0.5)
     >>> attributes = Attributes(layer)
@@ -43,7 +41,7 @@ class Attributes:
         self._see()
 
     def were_changed(self) -> bool:
-        """Returns whether they differ from what they were at the last call, or at first."""
+        """Returns whether attributes have changed since the last call, or since construction."""
         if all(map(_is_untouched, self._seen)):
             return False
         before = self._seen
@@ -52,7 +50,7 @@ class Attributes:
         return not all(itertools.starmap(_are_equal, entries))
 
     def arrays(self) -> list[Any]:
-        """The arrays of the instance that training changes; those of random streams are its own."""
+        """Returns the arrays of the instance that training changes, without random streams."""
         values = [variable.get_raw_value() for variable in self._variables]
         plain = [
             part
@@ -74,24 +72,24 @@ class Attributes:
 
 
 class _Seen(NamedTuple):
-    """A thing with parts, as it was."""
+    """An object and its parts at some time."""
 
     thing: Any
     parts_of: Callable[[Any], Parts]
     parts: Parts
     is_state: bool
-    """Whether its arrays are part of the state of the module; else its programs hold them."""
+    """Whether its arrays are in the module's state; else they are constants in programs."""
 
 
 def _is_untouched(seen: _Seen) -> bool:
-    """Whether a thing has the same objects as its parts."""
+    """Returns whether the parts of an object are still the same objects."""
     thing, parts_of, before, _ = seen
     now = parts_of(thing)
     return [*now] == [*before] and all(map(operator.is_, now.values(), before.values()))
 
 
 def _walk(module: nnx.Module) -> Iterator[_Seen]:
-    """Yields the things with parts in a module, each once and in a fixed order."""
+    """Yields the objects with parts in a module, each once and in a fixed order."""
     left: list[tuple[Any, Callable[[Any], Parts], bool]] = [(module, vars, True)]
     known = {id(module)}
     while left:
@@ -112,7 +110,7 @@ def is_of_nnx(name: Any) -> bool:
 
 @functools.cache
 def divider(kind: type) -> Callable[[Any], Parts] | None:
-    """Returns what takes objects of a type apart; None if these have no parts."""
+    """Returns a function from objects of a type to their parts; None if opaque."""
     if issubclass(kind, nnx.Pytree):
         return vars
     if issubclass(kind, nnx.Variable):
@@ -137,17 +135,16 @@ def _numbered(items: list[Any] | tuple[Any, ...]) -> Parts:
 
 
 class _Entry(NamedTuple):
-    """An attribute, in a form that can be compared with that of another time."""
+    """An attribute in a comparable form."""
 
     name: Any
     number: int | None
-    """That of the thing that it is, if it has parts."""
+    """The number of its object, if that has parts."""
     value: Any
-    """Else what it is."""
+    """The value of an opaque attribute."""
 
 
 def _entries(seen: list[_Seen]) -> Iterator[_Entry]:
-    """Yields the attributes of all things that were seen."""
     left = {id(each.thing) for each in seen if _is_left_by_call(each)}
     kept = [each for each in seen if id(each.thing) not in left]
     numbers = {id(each.thing): number for number, each in enumerate(kept)}
@@ -169,7 +166,7 @@ def _entries(seen: list[_Seen]) -> Iterator[_Entry]:
 
 
 def _are_equal(one: _Entry | None, other: _Entry | None) -> bool:
-    """Whether two entries are the same; numbers of other types are other ones, as is -0.0."""
+    """Returns whether two entries are equal; 1 differs from 1.0, and 0.0 from -0.0."""
     if one is None or other is None or one[:2] != other[:2]:
         return False
     a, b = one.value, other.value
@@ -181,12 +178,12 @@ def _are_equal(one: _Entry | None, other: _Entry | None) -> bool:
         return repr(a) == repr(b)
     try:
         return bool(a == b)
-    except Exception:  # Such as that of a table, which compares its cells.
+    except Exception:  # A table, say, compares its cells.
         return False
 
 
 def _is_left_by_call(seen: _Seen) -> bool:
-    """Whether this is what `sow` has stored."""
+    """Returns whether `sow` has stored this."""
     return seen.parts_of is _metadata and isinstance(seen.thing.get_raw_value(), tuple)
 
 

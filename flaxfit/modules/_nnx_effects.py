@@ -1,7 +1,5 @@
-"""What a call of an NNX module leaves in it: parameters that it wrote, and other attributes.
-
-This imports NNX, so it is imported only where a model is an NNX module.
-"""
+"""Checks the side effects of a call of an NNX module: written parameters, other attributes."""
+# This imports NNX: import it only where a model is an NNX module.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +33,7 @@ def check_outputs(outputs: PyTree) -> None:
 
 
 def facts_of(module: nnx.Module) -> dict[str, Any]:
-    """The types of the parts of a module, and its other attributes, by name."""
+    """Returns the types of a module's parts and its other attributes, by name."""
     facts: dict[str, Any] = {}
     left, seen = [("self", module)], set[int]()
     while left:
@@ -51,9 +49,9 @@ def facts_of(module: nnx.Module) -> dict[str, Any]:
 
 @functools.cache
 def _divider(kind: type) -> Function | None:
-    """What divides an object of a type into its parts by name; None for other attributes.
+    """Returns a function from objects of a type to their parts by name; None if opaque.
 
-    Cached, since NNX computes `issubclass` in Python. `nnx.iter_graph` takes 30 times as long.
+    Cached, since NNX computes `issubclass` in Python; `nnx.iter_graph` would take 30 times as long.
     """
     is_array = issubclass(kind, nnx.Variable | jax.Array | np.ndarray)
     return (lambda part: {}) if is_array else divider(kind)
@@ -67,11 +65,11 @@ def check_repeats(
     evaluated: Function | None = None,
     losses: Sequence[str] = (),
 ) -> None:
-    """Checks that further calls of a module would compute what they compute of a fresh one.
+    """Checks that a second call of a module would compute the same as a call of a fresh one.
 
-    Each step repeats the program of the first call, of a `fresh` module, whose facts are `before`.
-    Attributes that calls set and do not read, such as the number of calls, do no harm. The next
-    call is a `run`, or one in evaluation, if that can be.
+    Every step repeats the program of the first call, of a `fresh` module with the facts `before`.
+    Attributes that calls set but do not read, such as a call counter, are harmless. The second call
+    is `run`, or, if possible, `evaluated`.
     """
     after = facts_of(module)
     changes = {
@@ -95,8 +93,8 @@ def check_repeats(
         said = (_in_words(name, old, new) for name, (old, new) in [*changes.items()][:5])
         raise ValueError(
             f"{called} {', '.join(said)}, which its next call would see, but every step repeats "
-            "the first call. Keep what changes in an nnx.Variable that __init__ creates, and use "
-            "jnp.where instead of `if`. If only the first call differs, call the module once "
+            "the first call. Keep changing values in an nnx.Variable that __init__ creates, and "
+            "use jnp.where instead of `if`. If only the first call differs, call the module once "
             "before you pass it."
         )
 
@@ -104,10 +102,10 @@ def check_repeats(
 def written(
     module: nnx.Module, before: PyTree, after: PyTree, fresh: Function, run: Function
 ) -> dict[str, jax.Array]:
-    """The parameters that a call has written, by path, where `fresh(params)` makes the module.
+    """Returns the parameters that a call has written, by path; `fresh(params)` makes the module.
 
-    `nnx.SpectralNorm` and `nnx.WeightNorm` write what they compute of a layer's parameters; these
-    are trained as in Linen, where they stay.
+    The parameters that `nnx.SpectralNorm` and `nnx.WeightNorm` overwrite do not count: they are
+    trained unchanged, as in Linen.
     """
     given, new = flat(before), flat(after)
     places = [path for path, leaf in given.items() if new.get(path, leaf) is not leaf]
@@ -126,7 +124,7 @@ def written(
         found = flat(states.variables_of(one)["params"])
         return [found[path] for path in places]
 
-    # `nnx.remat` and `nnx.jit` return parameters that they leave alone as new arrays, too.
+    # Identity is not enough: `nnx.remat` and `nnx.jit` return new arrays of unchanged parameters.
     with jax.disable_jit(disable=False):
         program = jax.make_jaxpr(results)(*(given[path] for path in places)).jaxpr
     sources = _sources(program, places)
@@ -134,7 +132,7 @@ def written(
 
 
 def _sources(program: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
-    """Which of the named inputs each result of a jaxpr is; None if it is computed."""
+    """Returns for each result of a jaxpr the named input that it equals; None if computed."""
     known = dict(zip(program.invars, inputs, strict=True))
 
     def source(variable: Any) -> Any:
@@ -147,14 +145,14 @@ def _sources(program: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _sources_of(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
-    """As `_sources`, of a call, a scan or branches."""
+    """Like `_sources`, for a call, a scan or branches."""
     parts = jax.tree.leaves([*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
     bodies = [getattr(part, "jaxpr", part) for part in parts if hasattr(part, "eqns")]
     inputs = inputs[equation.primitive.name == "cond" :]
     if not bodies or any(len(body.invars) != len(inputs) for body in bodies):
         return [None] * len(equation.outvars)
     start, n = (equation.params.get(name, 0) for name in ("num_consts", "num_carry"))
-    while True:  # What a scan carries is known where a pass leaves it alone.
+    while True:  # Iterate to a fixed point: a scan's carry keeps its source if no pass changes it.
         passes = [_sources(body, inputs) for body in bodies]
         found = [xs[0] if len({*xs}) == 1 else None for xs in zip(*passes, strict=True)]
         carried = [a if a == b else None for a, b in zip(inputs[start:], found[:n], strict=False)]
@@ -166,7 +164,7 @@ def _sources_of(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
 def _computes_the_same(
     module: nnx.Module, fresh: Callable[[], nnx.Module], run: Function, losses: Sequence[str]
 ) -> bool:
-    """Whether a call of the changed module is the same program as one of the fresh module."""
+    """Returns whether calls of the changed and of a fresh module are the same program."""
     given = dict(nnx.to_flat_state(nnx.state(fresh())))
     kept = [*flat(states.persistent(states.variables_of(fresh(), losses)))]
 
@@ -184,10 +182,11 @@ def _computes_the_same(
         states.mark_arrays(module)
         nnx.pop(module, lambda path, x: path not in given and states.is_transient(type(x), losses))
         graph, state = nnx.split(module)
+        # With the values of the fresh module, only structure and attributes can differ.
         leaves = [(path, given.get(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
         one = program(fresh)
         two = program(lambda: nnx.merge(graph, nnx.from_flat_state(leaves), copy=True))
-    except Exception:  # The second call may also fail, as on a condition on an array of the first.
+    except Exception:  # The second call may fail, such as at a condition on a stored array.
         return False
     is_same = str(one.jaxpr) == str(two.jaxpr) and len(one.consts) == len(two.consts)
     return is_same and all(map(_are_equal, one.consts, two.consts))
@@ -196,7 +195,7 @@ def _computes_the_same(
 def _can_be(run: Function, fresh: Callable[[], nnx.Module]) -> bool:
     try:
         jax.eval_shape(lambda: jax.tree.leaves(run(fresh())))
-    except Exception:  # A module may refuse a mode.
+    except Exception:  # A module may reject a mode.
         return False
     return True
 
@@ -206,7 +205,7 @@ def _are_equal(one: Any, other: Any) -> bool:
         return one is other
     try:
         return bool(np.all(one == other))
-    except Exception:  # Objects that do not compare.
+    except Exception:  # Objects without comparison.
         return False
 
 

@@ -1,7 +1,5 @@
-"""Explains errors of a call of an NNX module by the layer that raised them.
-
-This imports NNX, so it is imported only where a model is an NNX module.
-"""
+"""Explains errors of a call of an NNX module, naming the layer that raised them."""
+# This imports NNX: import it only where a model is an NNX module.
 
 import contextlib
 import re
@@ -22,10 +20,10 @@ _MISFIT = (
 
 @contextlib.contextmanager
 def misfits_explained(module: nnx.Module, inputs: PyTree) -> Iterator[None]:
-    """Explains that a layer of Flax was made for arrays of other shapes.
+    """Explains errors of a Flax layer that was made for other shapes.
 
     Raises:
-      ValueError: such an error was raised, which is its cause.
+      ValueError: from the original error.
     """
     try:
         yield
@@ -54,14 +52,14 @@ def rngs_explained(position: int | None, n_inputs: int, is_keyless: bool) -> Ite
         if position is None or not is_keyless or "NoneType" not in str(error):
             raise
         raise ValueError(
-            f"The call failed where it is given no rngs, as in evaluation: {error}. To draw random "
-            "numbers in evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
+            f"The call failed without rngs, as in evaluation: {error}. To draw random numbers in "
+            "evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
             "EvalTask(..., rngs=('noise',)). Else test `rngs is None` in the call."
         ) from error
 
 
 def _layer_of(error: Exception) -> Any:
-    """The module whose method has raised an error, if it is one of Flax's own."""
+    """Returns the module whose method raised an error, if it is Flax's own."""
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     module = next((x for x in reversed(owners) if isinstance(x, nnx.Module)), None)
     return module if type(module).__module__.startswith("flax.") else None

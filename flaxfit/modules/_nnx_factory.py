@@ -9,7 +9,7 @@ from flaxfit.tree import Function, Rngs, parameters
 
 
 def is_nnx(model: object) -> bool:
-    """Whether a model is an NNX module or may be a factory of one, a function of its rngs alone."""
+    """Returns whether a model is an NNX module, or possibly a factory: a function of only rngs."""
     # A user of NNX has imported it; nobody else should pay for its import.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or isinstance(model, nnx.Module):
@@ -26,9 +26,9 @@ def is_nnx(model: object) -> bool:
 
 
 def is_factory(given: object) -> bool:
-    """Whether this makes an NNX module, and cannot be an `init` or an `apply`.
+    """Returns whether this makes an NNX module, and cannot be an `init` or an `apply`.
 
-    That is a `functools.partial` of a class, or a function with one argument, `rngs`.
+    A factory is a `functools.partial` of a class, or a function with the only argument `rngs`.
     """
     if not is_nnx(given):
         return False
@@ -38,7 +38,7 @@ def is_factory(given: object) -> bool:
 
 
 def make(model: Any, rngs: Rngs) -> Any:
-    """The module that a factory makes of these `nnx.Rngs`, or the instance itself."""
+    """Calls a factory with `nnx.Rngs`; returns an instance unchanged."""
     from flax import nnx
 
     from flaxfit.modules import _nnx_state as states
@@ -59,7 +59,7 @@ def make(model: Any, rngs: Rngs) -> Any:
 
 
 def _maker(model: object) -> Function | None:
-    """A function with the signature of a factory, which the metaclass of a module hides."""
+    """Returns a function with a factory's signature, which a module's metaclass hides."""
     from flax import nnx
 
     if isinstance(model, functools.partial):
@@ -72,7 +72,7 @@ def _maker(model: object) -> Function | None:
 
 
 def abstract_of(model: Any) -> Any:
-    """The instance itself, or the shapes of the module that a factory makes."""
+    """Returns an instance unchanged, or the shapes of the module that a factory makes."""
     from flax import nnx
 
     is_instance = isinstance(model, nnx.Module)

@@ -1,7 +1,5 @@
-"""The modes of an NNX module, such as `train`: found in its parts, and set in those of a copy.
-
-This imports NNX, so it is imported only where a model is an NNX module.
-"""
+"""Finds the modes of an NNX module, such as `train`, and sets them in a copy."""
+# This imports NNX: import it only where a model is an NNX module.
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -14,14 +12,14 @@ from flaxfit.tree import parameters
 
 
 def viewed(module: Any, modes: Mapping[str, Any]) -> Any:
-    """A copy of a module that shares its variables, with modes set in it and in its parts."""
+    """Copies a module, sharing its variables, and sets modes in the copy and its submodules."""
     parts = copied(module)
     set_modes(parts, modes)
     return parts[-1]
 
 
 def copied(module: nnx.Module) -> list[nnx.Module]:
-    """A copy of a module that shares its variables: its parts, and the module last.
+    """Copies a module, sharing its variables; returns the submodules, and the module last.
 
     `nnx.clone` and `nnx.iter_modules` do the same in six times the time.
     """
@@ -54,12 +52,12 @@ def set_modes(parts: Sequence[nnx.Module], modes: Mapping[str, Any]) -> None:
 
 
 def attributes_of(parts: Sequence[nnx.Module]) -> dict[str, object]:
-    """The attributes of modules, by name."""
+    """Returns the attributes of modules, by name."""
     return {name: x for part in parts for name, x in vars(part).items()}
 
 
 def unknown_modes(parts: Sequence[nnx.Module], modes: Collection[str]) -> list[str]:
-    """The modes that no module has."""
+    """Returns the mode names that no submodule defines."""
     return [
         name
         for name in modes
@@ -73,12 +71,12 @@ def _is_node(x: object) -> bool:
 
 @functools.cache
 def _is_subclass(kind: type, *classes: type) -> bool:
-    # Kept, since NNX answers in Python, and a large module has many thousand attributes.
+    # Cached: NNX computes this in Python, and a large module has thousands of attributes.
     return issubclass(kind, classes)
 
 
 def _has_switch(part: nnx.Module, name: str) -> bool:
-    # Neither calls a property nor `__getattr__`.
+    # Not `getattr(part, name)`: do not call properties or `__getattr__`.
     return isinstance(vars(part).get(name, getattr(type(part), name, ...)), bool | None)
 
 

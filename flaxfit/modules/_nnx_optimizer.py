@@ -1,7 +1,5 @@
-"""The state of an `nnx.Optimizer`, split into arrays in dicts and classes of Optax.
-
-This imports NNX, so it is imported only where a step has NNX optimizers.
-"""
+"""Splits the state of an `nnx.Optimizer` into arrays in dicts and Optax classes."""
+# This imports NNX: import it only where a step has NNX optimizers.
 
 import copy
 import functools
@@ -17,16 +15,16 @@ from flaxfit.tree import PyTree
 
 
 class SplitOptimizer(NamedTuple):
-    """An optimizer as a graph, and the NNX form of its state, whose values do not matter."""
+    """An optimizer as a graph and the NNX form of its state; the values do not matter."""
 
     graph: nnx.GraphDef[Any]
     form: dict[str, PyTree]
     model: str | None
-    """The name of the module that it holds, of an `nnx.ModelAndOptimizer`."""
+    """The name of the module that an `nnx.ModelAndOptimizer` holds."""
 
 
 def split(optimizer: nnx.Optimizer[Any], model: str | None) -> SplitOptimizer:
-    """Splits an optimizer off the module that it may hold."""
+    """Splits an optimizer, without the module that it may hold."""
     bare: Any = copy.copy(optimizer)
     bare.opt_state = None
     if model is not None:
@@ -37,7 +35,7 @@ def split(optimizer: nnx.Optimizer[Any], model: str | None) -> SplitOptimizer:
 def merged(
     parts: SplitOptimizer, values: PyTree, modules: Mapping[str, object]
 ) -> nnx.Optimizer[Any]:
-    """Makes an optimizer that holds these values, and one of the modules if it holds one."""
+    """Makes an optimizer with these values, and with its module if it holds one."""
     new = _replaced(parts.form, values)
     inner = new.pop("opt_state")
     optimizer: Any = nnx.merge(parts.graph, nnx.State(new))
@@ -48,7 +46,7 @@ def merged(
 
 
 def values_of(optimizer: nnx.Optimizer[Any]) -> dict[str, PyTree]:
-    """The state of an optimizer without types of NNX: that of Optax is "opt_state"."""
+    """Returns the state of an optimizer without NNX types; "opt_state" is Optax's."""
     return jax.tree.map(_plain, _form(optimizer), is_leaf=_is_nnx)
 
 
@@ -60,14 +58,14 @@ def assign(optimizer: nnx.Optimizer[Any], values: PyTree) -> None:
 
 
 def paths_of(optimizer: nnx.Optimizer[Any]) -> set[tuple[Any, ...]]:
-    """The paths of the variables that an optimizer keeps states for; empty if it keeps none."""
+    """Returns the paths of the variables that an optimizer keeps states for."""
     nodes = jax.tree.leaves(optimizer.opt_state, is_leaf=_is_nnx)
     states = [node for node in nodes if isinstance(node, nnx.State)]
     return {path for state in states for path, _ in nnx.to_flat_state(state)}
 
 
 def _form(optimizer: nnx.Optimizer[Any]) -> dict[str, PyTree]:
-    """The variables of an optimizer but those of the module that it may hold."""
+    """Returns the variables of an optimizer, without a module's."""
     own = {
         name: x for name, x in nnx.state(optimizer).items() if name not in ("model", "opt_state")
     }
@@ -86,7 +84,7 @@ def _plain(node: PyTree) -> PyTree:
 
 
 def _replaced(form: PyTree, values: PyTree) -> PyTree:
-    """The NNX form with these plain values."""
+    """Replaces the values of the NNX form by plain values."""
 
     def replace(node: PyTree, value: PyTree) -> PyTree:
         if isinstance(node, nnx.State):

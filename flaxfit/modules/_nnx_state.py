@@ -1,7 +1,5 @@
-"""The state of an NNX module, split into plain dicts of arrays and merged again.
-
-This imports NNX, so it is imported only where a model is an NNX module.
-"""
+"""Splits the state of an NNX module into plain dicts of arrays, and merges it again."""
+# This imports NNX: import it only where a model is an NNX module.
 
 import functools
 import operator
@@ -19,30 +17,30 @@ from jax.interpreters import partial_eval
 from flaxfit.modules._functions import Names
 from flaxfit.tree import Function, PyTree, Rngs, Variables
 
-# Written by each call, hence not part of the model.
+# Written by each call, so not part of the model.
 _TRANSIENT = ("intermediates", "losses")
 
 _OF_CALL = 2**31
-"""The number that a key is folded with for a call that takes `rngs`."""
+"""Folded into the keys for a call that takes `rngs`; above every stream number."""
 
 Place = tuple[str, ...]
-"""The path of a variable in a dict of variables: its collection, then its path in the module."""
+"""A path in a dict of variables: the collection, then the path in the module."""
 
 Leaf = nnx.Variable | PyTree
-"""A variable, or an array that is a plain attribute."""
+"""A variable, or an array in a plain attribute."""
 
 
 def variables_of(module: nnx.Module, losses: Sequence[str] = ()) -> Variables:
-    """The variables of a module without random states, by collection as in Linen.
+    """Returns the variables of a module without random states, by collection as in Linen.
 
-    Those of the types named by `losses` are in the collection "losses".
+    Variables of the types named by `losses` are in the collection "losses".
     """
     leaves = _leaves(_state(module), losses)
     return unflatten_dict({place: _value(leaf) for _, place, leaf in leaves})
 
 
 def values_of(module: nnx.Module) -> Callable[[], list[Any]]:
-    """Returns a function for the present arrays of the variables that a module has now."""
+    """Returns a function that reads the current arrays of the module's present variables."""
     nodes = [node for _, node in nnx.iter_graph(module)]
     variables = [each for each in nodes if isinstance(each, nnx.Variable)]
     written = [each for each in variables if not isinstance(each, nnx.RngState)]
@@ -50,24 +48,24 @@ def values_of(module: nnx.Module) -> Callable[[], list[Any]]:
 
 
 def collections_of(module: nnx.Module) -> set[str]:
-    """The collections of the variables of a module, by their types."""
+    """Returns the collections of a module's variables, by type."""
     return {collection for _, (collection, *_), _ in _leaves(_state(module))}
 
 
 def is_transient(kind: type, losses: Sequence[str] = ()) -> bool:
-    """Whether each call writes variables of a type, so that they are not part of the model."""
+    """Returns whether every call writes variables of a type, so they are not part of the model."""
     is_variable = issubclass(kind, nnx.Variable)
     return is_variable and collection_of(kind) in (*_TRANSIENT, *losses)
 
 
 def persistent(variables: Variables) -> Variables:
-    """The collections that are part of the model, without those that each call writes."""
+    """Returns the collections that are part of the model, not those that every call writes."""
     return {name: tree for name, tree in variables.items() if name not in _TRANSIENT}
 
 
 def axes_of(state: nnx.State, losses: Sequence[str] = ()) -> Variables:
-    """The names of axes given by `nnx.with_partitioning`, as in Linen: collections `params_axes`,
-    and so on."""
+    """Returns axis names from `nnx.with_partitioning` as in Linen, in collections such as
+    `params_axes`."""
     named = {}
     for _, (collection, *parents, name), leaf in _leaves(state, losses):
         names = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
@@ -77,7 +75,7 @@ def axes_of(state: nnx.State, losses: Sequence[str] = ()) -> Variables:
 
 
 def mark_arrays(module: nnx.Module) -> None:
-    """Marks the plain arrays of a module made under a trace as data; NNX takes them for static."""
+    """Marks plain arrays of a module made under a trace as data; NNX would treat them as static."""
     for _, part in list(nnx.iter_graph(module)):
         for name, value in list(vars(part).items()) if isinstance(part, nnx.Pytree) else ():
             if isinstance(value, Tracer):
@@ -85,7 +83,7 @@ def mark_arrays(module: nnx.Module) -> None:
 
 
 def selected(module: nnx.Module, filter: Any) -> dict[str, bool]:
-    """Whether an NNX filter selects a variable, by its path with its collection."""
+    """Returns whether an NNX filter selects each variable, by path including the collection."""
     is_selected = nnx.filterlib.to_predicate(filter)
     return {
         "/".join(place): is_selected(path, leaf) for path, place, leaf in _leaves(_state(module))
@@ -95,9 +93,9 @@ def selected(module: nnx.Module, filter: Any) -> dict[str, bool]:
 def split(
     module: nnx.Module, losses: Sequence[str] = ()
 ) -> tuple[nnx.GraphDef[nnx.Module], nnx.State, nnx.State]:
-    """The graph of a module, and the shapes of its random and its other states.
+    """Returns the graph of a module, and the shapes of its random states and other states.
 
-    Values that calls have left are removed from the module.
+    Removes sown values from the module.
 
     Raises:
       TypeError: it has variables whose values are references.
@@ -119,7 +117,7 @@ def split(
 
 
 def filled(state: nnx.State, variables: Variables, losses: Sequence[str] = ()) -> nnx.State:
-    """A state with the values of the variables.
+    """Fills a state with the values of variables.
 
     Raises:
       ValueError: some of its variables are missing.
@@ -135,10 +133,10 @@ def filled(state: nnx.State, variables: Variables, losses: Sequence[str] = ()) -
 
 
 def keyed(random: nnx.State, rngs: Rngs) -> nnx.State:
-    """The random states of a call: each stream's key from `rngs`, its count at 0.
+    """Returns the random states of a call: each stream's key from `rngs`, its count at 0.
 
-    A stream of `nnx.Rngs(0)` is called "default" in every layer: it takes the key of any stream
-    but "params". The position of the stream is folded in, so that no two are equal.
+    The stream of `nnx.Rngs(0)` is called "default" in every layer; it takes the key of any stream
+    except "params". Folding in the stream's position makes all keys different.
     """
     states = []
     for number, (path, variable) in enumerate(nnx.to_flat_state(random)):
@@ -154,21 +152,21 @@ def keyed(random: nnx.State, rngs: Rngs) -> nnx.State:
 
 
 def names_of_streams(random: nnx.State) -> frozenset[str] | None:
-    """The names of the streams of a module; None if one takes the key of any name."""
+    """Returns the names of a module's streams; None if a "default" stream takes any name."""
     leaves = [leaf for _, leaf in nnx.to_flat_state(random)]
     names = frozenset(leaf.tag for leaf in leaves if isinstance(leaf, nnx.RngKey))
     return None if "default" in names else names
 
 
 def rngs_of_call(rngs: Rngs) -> nnx.Rngs | None:
-    """The `nnx.Rngs` for a call that takes them, or None if there is no key.
+    """Returns the `nnx.Rngs` for a call that takes them, or None if there is no key.
 
-    Each named stream has its own key; the other names draw from one that belongs to none of them.
+    Each named stream has its own key; other names draw from a separate default key.
     """
     if rngs is None or (isinstance(rngs, Mapping) and not rngs):
         return None
     given = rngs if isinstance(rngs, Mapping) else {"default": rngs}
-    # Apart from the keys of the module's own streams, which are folded with small numbers.
+    # Differs from the module's own streams, whose keys fold in small numbers.
     keys = {
         name: jax.random.split(jax.random.fold_in(as_key(key), _OF_CALL))
         for name, key in given.items()
@@ -181,7 +179,7 @@ def rngs_of_call(rngs: Rngs) -> nnx.Rngs | None:
 
 
 def counts(states: nnx.Module | nnx.State) -> dict[str, jax.Array]:
-    """The number of draws from each stream, by the stream's path in a module or state."""
+    """Returns the number of draws from each stream, by path in a module or state."""
     state = states if isinstance(states, nnx.State) else nnx.state(states, nnx.RngState)
     return {
         "/".join(map(str, path[:-1])): variable.get_raw_value()
@@ -191,9 +189,9 @@ def counts(states: nnx.Module | nnx.State) -> dict[str, jax.Array]:
 
 
 def streams_used(function: Function, random: nnx.State) -> dict[str, str]:
-    """The names, by path, of the random streams that the results of a function depend on.
+    """Returns the names, by path, of the random streams that a function's results depend on.
 
-    A stream may be split or advanced without any effect on the results.
+    A stream that is only split or advanced does not count.
     """
     leaves = list(nnx.to_flat_state(random))
 
@@ -211,24 +209,24 @@ def streams_used(function: Function, random: nnx.State) -> dict[str, str]:
 
 
 def names_of(losses: Names) -> tuple[str, ...]:
-    """The collections of types of variables, given as types or by name."""
+    """Returns the collections of variable types, given as types or by name."""
     given = (losses,) if isinstance(losses, str | type) else losses
     return tuple(each if isinstance(each, str) else collection_of(each) for each in given)
 
 
 def collection_of(kind: type) -> str:
-    """The collection that holds the variables of a type."""
+    """Returns the collection of a variable type."""
     if issubclass(kind, nnx.Param):
         return "params"
     try:
         return nnx.variable_name_from_type(kind)
     except ValueError:
-        # Not registered here: a notebook that defines the class again could not register it.
+        # Do not register the name: redefining the class in a notebook would then fail.
         return kind.__name__
 
 
 def assign(module: nnx.Module, variables: Variables, losses: Sequence[str] = ()) -> list[jax.Array]:
-    """Sets the variables of a module to these values; none of them if some do not fit.
+    """Sets the variables of a module to these values, or none of them if some do not fit.
 
     Returns:
       the arrays that were set.
@@ -248,7 +246,7 @@ def assign(module: nnx.Module, variables: Variables, losses: Sequence[str] = ())
     ]
     constants = {}
     for (path, _, leaf), value in zip(leaves, placed, strict=True):
-        if isinstance(leaf, nnx.Variable):  # The module's own, which a state holds.
+        if isinstance(leaf, nnx.Variable):  # The module's own object, not a copy.
             leaf.set_raw_value(value)
         else:
             constants[path] = value
@@ -261,7 +259,7 @@ def _shapes(value: PyTree) -> PyTree:
 
 
 def _where(old: PyTree, new: PyTree) -> PyTree:
-    """An array where another one is; one that several processes hold stays in its parts."""
+    """Moves an array to the sharding of another; keeps an array of several processes."""
     is_there = not isinstance(old, jax.Array) or old.sharding == new.sharding
     return new if is_there or not new.is_fully_addressable else jax.device_put(new, old.sharding)
 
@@ -269,7 +267,7 @@ def _where(old: PyTree, new: PyTree) -> PyTree:
 def _values(
     leaves: Sequence[tuple[tuple[PyTree, ...], Place, Leaf]], variables: Variables
 ) -> list[PyTree]:
-    """The values of leaves in the variables; zeros of what a call writes.
+    """Returns the values of leaves in the variables, zeros for transient leaves.
 
     Raises:
       ValueError: some are missing.
@@ -285,7 +283,7 @@ def _values(
         values.append(value)
     if missing:
         raise ValueError(
-            f"The variables lack what the model holds at {', '.join(missing)}; they have the "
+            f"The variables lack {', '.join(missing)}, which the model has; they have the "
             f"collections {', '.join(variables)}. Pass variables by collection, as its init "
             "returns them and state.variables holds them."
         )
@@ -320,7 +318,7 @@ def _shape(x: PyTree) -> jax.ShapeDtypeStruct:
 
 
 def _is_sown(losses: Sequence[str], _: object, leaf: Leaf) -> bool:
-    # The tuples of `sow` that an instance holds would grow with each call.
+    # The tuples of `sow` in an instance would grow with each call.
     return is_transient(type(leaf), losses) and isinstance(_value(leaf), tuple)
 
 
@@ -333,5 +331,5 @@ def _key(rngs: Rngs, stream: str) -> jax.Array | None:
 
 
 def as_key(key: jax.Array) -> jax.Array:
-    """A typed random key, also of one that is an array of numbers."""
+    """Converts a raw key to a typed key."""
     return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)

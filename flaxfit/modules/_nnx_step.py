@@ -1,4 +1,4 @@
-"""nnx_step: a training step written in NNX's idiom, as a pure one."""
+"""nnx_step: makes a pure step of a training step in NNX's idiom."""
 
 import inspect
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ def nnx_step(function: Function, **objects: Any) -> "NNXStep":
     """Makes the `step` of a task of a function that updates NNX modules and optimizers in place.
 
     The function is called with the modules and the optimizers by the names given here, with
-    `batch`, and with `rngs`, an `nnx.Rngs` of the step, if it has such an argument. It returns what
-    the step reports, by name. It is traced, as under `nnx.jit`, on copies that hold the state of
-    the run; the modules keep the modes that they have now.
+    `batch`, and with `rngs`, an `nnx.Rngs` of the step, if it has that argument. It returns the
+    metrics of the step by name. It is traced, as under `nnx.jit`, on copies that hold the state of
+    the run; the modules keep their current modes.
 
     >>> import flaxfit as ff
     >>> from flax import nnx
@@ -60,13 +60,13 @@ class NNXStep:
     """The step that `nnx_step` makes: `(state, batch) -> (state, sums)`."""
 
     init: Function
-    """The `init` of a loop: copies of the present variables. Those of the optimizers are added by
-    the task."""
+    """The `init` of a loop: copies of the current variables. The task adds the optimizers'
+    states."""
     apply: Function
-    """The module as the `apply` of the task; of several modules, what `checkpoint.module()` needs
-    to return all of them, by name in an `nnx.Dict`."""
+    """The module as the `apply` of the task; several modules are in an `nnx.Dict` by name, which
+    `checkpoint.module()` returns."""
     optimizer: optax.GradientTransformation
-    """The optimizer of the task: its `init` returns copies of the present states, by name."""
+    """The optimizer of the task: its `init` returns copies of the current states, by name."""
 
     def __init__(self, function: Function, objects: Mapping[str, Any]):
         from flax import nnx
@@ -139,7 +139,7 @@ class NNXStep:
         return state.replace(params=params, model_state=model_state, opt_state=opt_state), sums
 
     def write_back(self, state: Any) -> None:
-        """Writes copies of a state into the modules and the optimizers that were given."""
+        """Writes copies of a state into the given modules and optimizers."""
         from flaxfit.modules import _nnx_optimizer
 
         opt_state = jax.tree.map(jnp.copy, state.opt_state)
@@ -182,7 +182,7 @@ def _check_call(function: Function, objects: Mapping[str, Any], takes_rngs: bool
 
 
 def _modules(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The modules by name, and the names of those that optimizers hold."""
+    """Returns the modules by name, and the names of the modules that optimizers hold."""
     from flax import nnx
 
     modules = {name: x for name, x in objects.items() if isinstance(x, nnx.Module)}
@@ -198,7 +198,7 @@ def _modules(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
 
 
 def _check_fits(name: str, optimizer: Any, modules: list[Any]) -> None:
-    """Checks that an optimizer is that of a module or of a part of one, by the paths it knows."""
+    """Checks by paths that an optimizer belongs to a module or to a part of one."""
     from flax import nnx
 
     from flaxfit.modules._nnx_optimizer import paths_of

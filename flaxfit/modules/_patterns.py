@@ -11,17 +11,17 @@ from flaxfit.tree import Selection
 def as_patterns(
     name: str, given: Any, apply: object, *, collection: str | None = "params"
 ) -> tuple[str, ...]:
-    """Replaces the NNX filters among patterns of paths by patterns of what they select.
+    """Replaces NNX filters by patterns of the paths that they select; patterns stay.
 
     >>> as_patterns("freeze", "encoder/.*", None)
     ('encoder/.*',)
 
     Args:
       name: the name of the argument, for messages.
-      given: a pattern or an NNX filter (a type of variables, `nnx.All(...)` and the like, or a
-        predicate of the path, a tuple, and the variable), or several of them.
-      apply: the function whose module the filters are of.
-      collection: the collection whose paths are meant; None: all collections.
+      given: a pattern or an NNX filter (a type of variables, one such as `nnx.All(...)`, or a
+        predicate of a path tuple and a variable), or several of them.
+      apply: the `apply` of the module that the filters select from.
+      collection: the collection to select from; None: all collections.
 
     Raises:
       ValueError: a pattern is not a regular expression, or a filter selects nothing.
@@ -48,7 +48,7 @@ def as_patterns(
 def select(name: str, filter: Any, apply: object, *, collection: str | None) -> Selection:
     """Returns the pattern of the paths that an NNX filter selects; see `as_patterns`.
 
-    A pattern that was made for another module is made again for this one.
+    A `Selection` of another module is resolved again for this one.
     """
     if isinstance(filter, Selection):
         if filter.filter is None or filter.apply is apply:

@@ -1,4 +1,4 @@
-"""A table of a model's layers: the shapes of their outputs, their parameters, what is trained."""
+"""A table of a model's layers: output shapes, numbers of parameters, and what is trained."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,10 +26,10 @@ def summarize(
     rngs: Sequence[str] = (),
     count_flops: Callable[..., float] | None = None,
 ) -> str:
-    """Makes a table of the layers of a module, the shapes of their outputs and their parameters.
+    """Makes a table of a module's layers with their output shapes and numbers of parameters.
 
-    A layer has the parameters that are its own, not those of the layers within it. No line is
-    longer than 80 columns.
+    The parameters of a layer do not include those of nested layers. No line is longer than 80
+    columns.
 
     >>> print(summarize(nn.Dense(3), (jax.ShapeDtypeStruct((1, 2), "float32"),)))
     Dense · 9 params
@@ -43,11 +43,11 @@ def summarize(
       module: a Linen or NNX module.
       inputs: the model's inputs, a tuple or a dict; only shapes and dtypes matter.
       name: what to call the module; None: its class.
-      variables: its variables by collection; None: those that it makes for these inputs.
+      variables: its variables by collection; None: initializes them for these inputs.
       freeze: patterns of the parameters that are not trained.
       rngs: the random streams that a call in evaluation draws from.
-      count_flops: returns the floating-point operations of `(function, *shapes)`, which the table
-        then has for a call with these inputs.
+      count_flops: returns the floating-point operations of `(function, *shapes)`; adds the number
+        for a call with these inputs to the table.
 
     Raises:
       TypeError: the model is a pair of functions, which has no layers to show.
@@ -88,7 +88,7 @@ def summarize(
 
 
 def _rows(layers: Sequence[Layer], sizes: dict[str, int], frozen: set[str]) -> list[str]:
-    """The header, and a line for each layer with the parameters that are its own."""
+    """Returns the header, and a line for each layer with its own parameters."""
     own: dict[str, list[str]] = {layer.path: [] for layer in layers}
     for path in sizes:
         place = path
@@ -114,7 +114,7 @@ def _rows(layers: Sequence[Layer], sizes: dict[str, int], frozen: set[str]) -> l
 
 
 def _title(layer: Layer, paths: Iterable[str]) -> str:
-    """The name of a layer within that which holds it, and its class, indented by their number."""
+    """Returns the layer's name relative to its parent, with its class, indented by depth."""
     if not layer.path:
         return layer.kind
     holders = [path for path in paths if path and layer.path.startswith(f"{path}/")]
@@ -136,7 +136,7 @@ def _size(tree: PyTree) -> int:
 
 
 def _joined(parts: Sequence[str]) -> list[str]:
-    """The parts in lines that are not longer than the table."""
+    """Joins parts to lines that are not wider than the table."""
     lines = [parts[0]]
     for part in parts[1:]:
         longer = f"{lines[-1]} · {part}"
@@ -145,7 +145,7 @@ def _joined(parts: Sequence[str]) -> list[str]:
 
 
 def _amount(number: float) -> str:
-    """A number with 3 digits and the prefix of its unit."""
+    """Formats a number with 3 digits and an SI prefix."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {prefix}"

@@ -1,4 +1,4 @@
-"""train_and_eval: the functions of a model, its switch set for training or for evaluation."""
+"""train_and_eval: the functions of a model, with its flags set for training or evaluation."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from flaxfit.tree import Function, PyTree, Variables, check_is_function, paramet
 
 
 def train_and_eval(module: Any, *, losses: Names = ()) -> tuple[ModelFunctions, ModelFunctions]:
-    """Makes the functions of a model for training, and those for evaluation.
+    """Makes the functions of a model for training, and its functions for evaluation.
 
     The flag is a field of the module or an argument of its call, named `train`, `training`,
     `is_training`, `deterministic` or `use_running_average`.
@@ -124,9 +124,9 @@ def as_init(owner: str, given: Any, apply: object = None) -> Any:
 
 
 def switched(module: nn.Module, train: bool) -> tuple[nn.Module, dict[str, bool]]:
-    """A Linen module with its fields set, and the flags to pass to its call.
+    """Returns a Linen module with its flags set as fields, and the flags to pass to its call.
 
-    A flag that is both a field and an argument is passed if the field is None, as in Linen.
+    A flag that is both a field and an argument is an argument if the field is None, as in Linen.
     """
     values = {name: getattr(module, name, None) for name in module.__dataclass_fields__}
     check_switches({**values, **call_defaults(module.__call__)}, type(module).__name__)
@@ -151,11 +151,12 @@ def _linen_handle(module: nn.Module, init: Function) -> ModuleHandle:
         init=lambda module: init,
         merged=lambda variables: switched(module, False)[0].bind(variables),
         inputs=lambda: input_names(module) if callable(module) else None,
+        evaluated=lambda: functions_of(module, train=False).apply,
     )
 
 
 def handle_of(apply: object) -> ModuleHandle | None:
-    """Returns the handle of the module that an `apply` belongs to; None if that is not known."""
+    """Returns the handle of an `apply`'s module, or None if unknown."""
     owner = getattr(apply, "__self__", None)
     if isinstance(owner, nn.Module) and apply == owner.apply:
         return _linen_handle(owner, owner.init)
@@ -163,24 +164,20 @@ def handle_of(apply: object) -> ModuleHandle | None:
 
 
 def in_evaluation(apply: Function) -> Function:
-    """Makes `(variables, *inputs, **named) -> outputs` of the module of an `apply`, in evaluation.
+    """Makes the `apply` of the same module in evaluation mode.
 
-    Calling it raises an error where the module is not known.
+    Calling it raises an error if the module is unknown.
     """
-    handle: Any = handle_of(apply)
 
     def measure(variables: Variables, *inputs: PyTree, **named: PyTree) -> PyTree:
-        module = handle.module()
-        if isinstance(module, nn.Module):
-            return functions_of(module, train=False).apply(variables, *inputs, **named)
-        merged = handle.merged(variables)
-        return merged(*inputs, **call_flags(merged.__call__, False), **named)
+        handle: Any = handle_of(apply)
+        return handle.evaluated()(variables, *inputs, **named)
 
     return measure
 
 
 def inputs_of(apply: Function | None) -> tuple[str, ...] | None:
-    """Returns the names of the inputs of an `apply`; None if it takes any, or they are unknown."""
+    """Returns the names of the inputs of an `apply`; None: any, or unknown."""
     handle = handle_of(apply)
     if handle is not None:
         return handle.inputs()
@@ -194,6 +191,6 @@ def _pair(pair: tuple[Function, Function], train: bool) -> ModelFunctions:
     for function in pair:
         required = (p.name for p in parameters(function).values() if p.default is p.empty)
         check_switches(dict.fromkeys(required), "A function of the pair")
-    # A function without a switch is returned as it is, so that callers can compare it.
+    # Return a function without flags unchanged, so that callers can compare it by identity.
     switches = ((function, call_flags(function, train)) for function in pair)
     return ModelFunctions(*(functools.partial(f, **set_) if set_ else f for f, set_ in switches))

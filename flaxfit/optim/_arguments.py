@@ -1,4 +1,4 @@
-"""The arguments of an update that a step passes beside gradients, state and parameters."""
+"""The arguments of an update that a step passes besides gradients, state and parameters."""
 
 import inspect
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ OPTAX_ARGUMENTS = frozenset(("grad", "grad_fn", "obj_fn", "value", "value_fn"))
 """Arguments of an update that transformations of Optax take, and are not hyperparameters."""
 
 _OF_SEARCHES = {"value", "grad", "value_fn"}
-# Those that raise for other arguments, within chains as well, by the types of their states.
+# The arguments of transformations that raise for others, even in chains, by type of state.
 _ACCEPTED = {
     optax.contrib.SAMState: {"grad_fn"},
     optax.ScaleByBacktrackingLinesearchState: _OF_SEARCHES,
@@ -23,7 +23,7 @@ _ACCEPTED = {
 
 
 def with_arguments(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer take arguments of any name; its update gets those that it accepts."""
+    """Makes an optimizer take arguments of any name; its update gets the ones it accepts."""
     parameters = parameters_of(optimizer.update)
     named = {p.name for p in parameters}
 
@@ -42,12 +42,12 @@ def with_arguments(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def takes_any(parameters: Iterable[inspect.Parameter]) -> bool:
-    """Whether parameters take arguments of any name."""
+    """Returns whether parameters take arguments of any name."""
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def holds(opt_state: OptState, kind: type) -> bool:
-    """Whether a state holds a node of a type."""
+    """Returns whether a state holds a node of a type."""
 
     def is_kind(node: object) -> bool:
         return isinstance(node, kind)
@@ -56,10 +56,9 @@ def holds(opt_state: OptState, kind: type) -> bool:
 
 
 def of_selected(arguments: dict[str, Any], params: Params, select: Function) -> dict[str, Any]:
-    """The arguments of an update for an optimizer that sees a selection of the parameters only.
+    """Adapts the arguments of an update to an optimizer that sees only selected parameters.
 
-    `select(tree)` replaces the other parameters by masked nodes; functions of the parameters get
-    them unchanged.
+    `select(tree)` masks the other parameters; functions of the parameters still get all of them.
     """
 
     def whole(selected: Params) -> Params:
@@ -76,10 +75,10 @@ def of_selected(arguments: dict[str, Any], params: Params, select: Function) -> 
 
 
 def selected(labels: PyTree, label: int, tree: PyTree) -> PyTree:
-    """The leaves of a tree that have a label, with masked nodes in the place of others."""
+    """Masks the leaves of a tree that do not have a label."""
     return jax.tree.map(lambda own, x: x if own == label else optax.MaskedNode(), labels, tree)
 
 
 def parameters_of(update: Function) -> list[inspect.Parameter]:
-    """The parameters of an update after gradients, state and the parameters that it updates."""
+    """Returns the arguments that an update takes after `(updates, state, params)`."""
     return list(parameters(update).values())[3:]

@@ -10,15 +10,15 @@ import optax
 from flaxfit.optim._freeze import carry_over
 from flaxfit.tree import ArrayLike, OptState, Params, PyTree, flat
 
-# A state that is restored without a target lacks what holds no arrays.
+# A state that is restored without a target lacks fields without arrays.
 _FIELDS = {*optax.contrib.ScheduleFreeState._fields} - {"base_optimizer_state"}
 
 
 def averaged(state: PyTree) -> PyTree:
-    """Replaces the trained parameters by their average, which is the one to evaluate.
+    """Replaces the trained parameters by their average, for evaluation.
 
-    It is the moving average of `ema=`, with that of the collection "batch_stats", or
-    `optax.contrib.schedule_free_eval_params` of an optimizer of that family, which may be nested in
+    The average is the moving average of `ema=`, also for the collection "batch_stats", or
+    `optax.contrib.schedule_free_eval_params` of a schedule-free optimizer, which may be nested in
     chains, groups and wrappers.
 
     >>> import jax.numpy as jnp, optax
@@ -41,7 +41,7 @@ def averaged(state: PyTree) -> PyTree:
 
 
 def eval_params(state: PyTree) -> Params:
-    """Returns the parameters to evaluate: their average where the state keeps one, as `averaged`.
+    """Returns the parameters to evaluate: averaged if the state keeps an average; see `averaged`.
 
     >>> from flaxfit import TrainState
     >>> eval_params(TrainState.create(optax.sgd(0.1), {"params": {"w": 1.0}}))
@@ -51,7 +51,7 @@ def eval_params(state: PyTree) -> Params:
 
 
 def swap_ema(state: PyTree) -> PyTree:
-    """Exchanges the parameters of a state and their moving average; so also batch statistics.
+    """Exchanges parameters and batch statistics of a state with their moving averages.
 
     Swapping again restores the state, up to the rounding of parameters in 16 bits. Frozen
     parameters have no average and stay.
@@ -87,14 +87,14 @@ def swap_ema(state: PyTree) -> PyTree:
 
 
 def with_average_of(state: PyTree, earlier: Mapping[str, PyTree]) -> PyTree | None:
-    """Adds to a state the average of earlier "params" and "opt_state", beside the earlier params.
+    """Returns a state with earlier "params" and the average kept in the earlier "opt_state".
 
-    Returns None if that is impossible, because a schedule-free optimizer trains others now.
+    Returns None if a schedule-free optimizer trains other parameters now.
     """
     params, opt_state = earlier["params"], earlier["opt_state"]
     state = state.replace(params=params)
     if has_ema(state):
-        # What was frozen then is its own average.
+        # A parameter that was frozen then is its own average.
         own = _field(state.opt_state, "average")
         average = like(carry_over(_field(opt_state, "average"), carry_over(params, own)), own)
         statistics = _field(state.opt_state, "statistics")
@@ -107,7 +107,7 @@ def with_average_of(state: PyTree, earlier: Mapping[str, PyTree]) -> PyTree | No
 
 
 def wide(x: ArrayLike) -> jax.Array:
-    """A copy, in float32 if it is narrower: a donated state must not hold one buffer twice."""
+    """Copies to float32 or wider; a copy since a donated state must not hold a buffer twice."""
     x = jnp.copy(x)
     is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return x.astype(jnp.float32) if is_narrow else x
@@ -123,12 +123,12 @@ def _dtype(x: ArrayLike) -> np.dtype:
 
 
 def has_ema(state: PyTree) -> bool:
-    """Whether a state holds a moving average of its parameters."""
+    """Returns whether a state holds a moving average of its parameters."""
     return bool(jax.tree.leaves(_field(state.opt_state, "average")))
 
 
 def has_average(state: PyTree) -> bool:
-    """Whether the optimizer of a state keeps an average of the parameters."""
+    """Returns whether the optimizer of a state keeps an average of the parameters."""
     return hasattr(state, "opt_state") and (
         has_ema(state) or bool(schedule_free_states(state.opt_state))
     )
@@ -159,8 +159,8 @@ def _schedule_free_average(opt_state: OptState, params: Params) -> dict[str, Arr
         if strange := [path for path in z if path not in params]:
             raise ValueError(
                 "Cannot compute the average of a schedule-free optimizer whose arrays are not the "
-                f"parameters: {', '.join(strange[:5])}. Leave out what reshapes or renames them, "
-                "such as optax.flatten."
+                f"parameters: {', '.join(strange[:5])}. Remove transformations that reshape or "
+                "rename them, such as optax.flatten."
             )
         found |= _eval_params(fields["b1"], {path: params[path] for path in z}, z)
     return found
@@ -170,5 +170,5 @@ def _schedule_free_average(opt_state: OptState, params: Params) -> dict[str, Arr
 def _eval_params(b1: ArrayLike, params: Params, z: Params) -> Params:
     state = optax.contrib.ScheduleFreeState(b1, None, None, None, None, z)  # pyright: ignore
     found = optax.contrib.schedule_free_eval_params(state, params)  # pyright: ignore
-    # Before the first step they are the same, to the bit.
+    # Before the first step they are equal; Optax's formula would round.
     return jax.tree.map(lambda x, y, z: jnp.where(y == z, y, x.astype(y.dtype)), found, params, z)

@@ -67,20 +67,22 @@ class OptimizerDef(Adjustable):
         given = _by_name(self._given)
         _check_names(given)
         fixed = (static,) if isinstance(static, str) else tuple(static)
-        is_own = hasattr(self, "apply_param_gradient")
-        if not is_own:
+        is_per_parameter = hasattr(self, "apply_param_gradient")
+        if not is_per_parameter:
             _check_factory(optax_factory, given, fixed)
-        named = type(self) if is_own else optax_factory
+        named = type(self) if is_per_parameter else optax_factory
         self._name = getattr(named, "__name__", type(named).__name__)
         self._live = {
             name: _prepared(name, value)
             for name, value in given.items()
             if name not in fixed and _is_live(value)
         }
-        if given.get("learning_rate", 0) is None and (is_own or _needs_rate(optax_factory)):
+        if given.get("learning_rate", 0) is None and (
+            is_per_parameter or _needs_rate(optax_factory)
+        ):
             self._live["learning_rate"] = _NO_RATE
         others = {name: value for name, value in given.items() if name not in self._live}
-        factory = self._per_parameter if is_own else optax_factory
+        factory = self._per_parameter if is_per_parameter else optax_factory
 
         def make(**values: ArrayLike) -> optax.GradientTransformation:
             return factory(**others, **values)
@@ -150,7 +152,7 @@ class OptimizerDef(Adjustable):
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Adds advice to the error of a factory that needs a hyperparameter as a Python number."""
+        """Adds advice to errors of a factory that needs a hyperparameter as a Python number."""
         advice = (
             f"{list(self._live)} are adjustable while {self._name} runs. Name what it needs as a "
             "plain number in static=, such as OptimizerDef(optax.adafactor, ..., "
@@ -185,6 +187,7 @@ class OptimizerDef(Adjustable):
                 "OptimizerDef(..., learning_rate=1e-3), which set_hyperparams changes."
             )
         own = {name: self._value(name, given[name], state) for name in self._live if name in given}
+        # Optax increments a count; the result is dropped below.
         begun = state._replace(count=0, hyperparams={**state.hyperparams, **own})
         with self._explained():
             updates, new = self._injected.update(updates, begun, params, **{**given, **own})
@@ -194,7 +197,7 @@ class OptimizerDef(Adjustable):
         return updates, jax.tree.map(_in_dtype_of, new, state)
 
     def _whole_set(self, hyper_params: PyTree) -> dict[str, PyTree]:
-        """Returns an override for every hyperparameter, None for those not in the set."""
+        """Returns an override for every hyperparameter, None if it is not in the set."""
         if hyper_params is None:
             return {}
         values = _by_name(hyper_params)
@@ -217,7 +220,7 @@ class OptimizerDef(Adjustable):
         return live(state.hyperparams_states[name]) if is_schedule else state.hyperparams[name]
 
     def _per_parameter(self, **values: ArrayLike) -> optax.GradientTransformation:
-        """Returns the transformation of a subclass, whose methods see one parameter at a time."""
+        """Returns the transformation of a subclass whose methods take one parameter at a time."""
         own: Any = self
         is_plain = isinstance(self._given, Mapping)
         replace = dataclasses.replace
@@ -250,14 +253,14 @@ class OptimizerState(NamedTuple):
 
     step: ArrayLike
     param_states: PyTree
-    """In each parameter's place, its state."""
+    """A tree like the parameters, with the state of each."""
 
 
 _NO_RATE = float("nan")
 
 
 def _needs_rate(factory: Function) -> bool:
-    """Whether None is no learning rate for a factory, as it is for `optax.adafactor`."""
+    """Returns whether a factory needs a rate; for `optax.adafactor`, None is one."""
     return inspect.signature(factory).parameters["learning_rate"].default is not None
 
 
@@ -269,7 +272,7 @@ def _by_name(hyper_params: PyTree) -> dict[str, PyTree]:
 
 
 def _is_live(value: PyTree) -> bool:
-    """Whether an argument can be a hyperparameter: a number or a function, but no type."""
+    """Returns whether an argument can be a hyperparameter: a number or a function, not a type."""
     if isinstance(value, bool | type):
         return False
     is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
@@ -326,5 +329,5 @@ def _check_schedule(name: str, value: Function) -> None:
 
 
 def _in_dtype_of(new: Array, old: Array) -> Array:
-    """Returns a new leaf in the dtype of the old one: hyperparameters may be more precise."""
+    """Casts a new leaf back to the dtype of the old one: hyperparameters may be wider."""
     return new.astype(old.dtype) if new.dtype != old.dtype else new

@@ -1,4 +1,4 @@
-"""What an optimizer needs besides gradients; refuses what no step passes, or nothing uses."""
+"""Rejects optimizers that a step cannot call, and arguments that an optimizer does not use."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ from flaxfit.optim._arguments import OPTAX_ARGUMENTS, holds, parameters_of, take
 from flaxfit.optim._optimizer import Adjustable
 from flaxfit.tree import OptState, PyTree
 
-# Both would train with mean gradients, and to other parameters, where shapes happen to allow it.
+# Given mean gradients, both would train without an error, but wrongly, if the shapes happen to fit.
 _UNSUPPORTED = {
     optax.LookaheadState: "lookahead needs parameters as optax.LookaheadParams",
     optax.contrib.DifferentiallyPrivateAggregateState: (
@@ -26,7 +26,7 @@ _UNSUPPORTED = {
 def demands_explained(
     opt_state: OptState, passed: Iterable[str], *, has_hook: bool
 ) -> Iterator[None]:
-    """Refuses optimizers that a step cannot call, and explains what it passes in their errors."""
+    """Rejects optimizers that a step cannot call; adds to errors what a step passes."""
     try:
         for kind, need in _UNSUPPORTED.items():
             if holds(opt_state, kind):
@@ -52,10 +52,10 @@ def demands_explained(
 def not_taken(
     optimizer: Any, updates: PyTree, state: OptState, params: PyTree, given: Mapping[str, Any]
 ) -> list[str]:
-    """The names of the arguments that neither a signature takes nor an update, traced, uses."""
+    """Returns the names of arguments that are not in the signature, nor used when traced."""
     parameters = parameters_of(optimizer.update)
     doubtful = given.keys() - OPTAX_ARGUMENTS - {p.name for p in parameters}
-    if not doubtful or isinstance(optimizer, Adjustable):  # It refuses unknown names.
+    if not doubtful or isinstance(optimizer, Adjustable):  # Rejects unknown names itself.
         return []
 
     def is_used(name: str) -> bool:
@@ -69,7 +69,7 @@ def not_taken(
             return False
         try:
             program = jax.make_jaxpr(update)(given[name]).jaxpr
-        except jax.errors.JAXTypeError:  # It needs the number itself.
+        except jax.errors.JAXTypeError:  # It uses the concrete value.
             return True
         inputs = [*program.outvars, *(x for each in program.eqns for x in each.invars)]
         return not {*map(id, program.invars)}.isdisjoint(map(id, inputs))

@@ -47,7 +47,7 @@ class ExtendedOptimizer:
     scales_loss: bool = False
     keeps_recent: bool = False
     late: Late = ()
-    """Parameters that were unfrozen later; without other options the state is the inner one."""
+    """The generations; without other options the state is the inner one."""
 
     @property
     def _is_bare(self) -> bool:
@@ -88,9 +88,9 @@ class ExtendedOptimizer:
         model_state: PyTree = None,
         **extra: PyTree,
     ) -> tuple[PyTree, OptState]:
-        """Takes one step; frozen parameters may be missing, and get updates of zero if not.
+        """Takes one step; frozen parameters may be masked, else their updates are zero.
 
-        `model_state` is the new state of the model, where the optimizer averages its statistics.
+        Pass the new `model_state` if the optimizer also averages batch statistics.
         """
         if self._is_bare:
             return update_each(self._inner.update, self.late, updates, state, params, **extra)
@@ -103,7 +103,7 @@ class ExtendedOptimizer:
         own, inner = update_each(update, self.late, grads, state.inner, trained, **extra)
         average, n_steps = state.average, state.n_steps
         if self.ema is not None:
-            # In bfloat16 the average would never move.
+            # In bfloat16, (1 - ema) times the difference would round away.
             moved = like(optax.apply_updates(trained, own), average)
             average = optax.incremental_update(moved, average, 1 - self.ema)
             if model_state is not None:
@@ -116,18 +116,19 @@ class ExtendedOptimizer:
             own = jax.tree.map(
                 lambda own, new, old: jnp.where(is_due, new - old, own), own, average, trained
             )
+        # Frozen parameters that were passed get updates of zero.
         zeros = jax.tree.map(jnp.zeros_like, params)
         return merge(own, zeros), state._replace(inner=inner, average=average, n_steps=n_steps)
 
 
 def _moved(new: jax.Array, old: jax.Array, step_size: float) -> Any:
-    """Moves an average; of counters, the last."""
+    """Moves an average toward a new value; integers (counters) take the new value."""
     is_averaged = jnp.issubdtype(old.dtype, jnp.inexact)
     return optax.incremental_update(new.astype(old.dtype), old, step_size) if is_averaged else new
 
 
 def with_statistics(optimizer: Any, opt_state: PyTree, model_state: PyTree) -> OptState:
-    """Adds the statistics of batches to a moving average of parameters that lacks them."""
+    """Adds batch statistics to a moving average that lacks them."""
     has_average = getattr(optimizer, "ema", None) is not None
     found = model_state.get("batch_stats") if has_average else None
     if not found or opt_state.statistics:
@@ -138,23 +139,23 @@ def with_statistics(optimizer: Any, opt_state: PyTree, model_state: PyTree) -> O
 
 
 def first_state(optimizer: Any, params: Params, model_state: PyTree) -> OptState:
-    """The state before the first step, with all that the options of the optimizer average."""
+    """Returns the state before the first step, with the initial averages of all options."""
     return with_statistics(optimizer, optimizer.init(params), model_state)
 
 
 def extend(optimizer: Any, **options: Any) -> Any:
-    """Wraps an optimizer in these options, in place of earlier ones; without options unwraps it."""
+    """Replaces the options around an optimizer; without options returns the optimizer itself."""
     user = getattr(optimizer, "user", optimizer)
     return ExtendedOptimizer(user, **options) if any(options.values()) else user
 
 
 def late_of(optimizer: Any) -> Late:
-    """Returns the parameters that the optimizer of a task knows to be unfrozen later."""
+    """Returns the generations of a task's optimizer."""
     return optimizer.late if isinstance(optimizer, ExtendedOptimizer) else ()
 
 
 def with_late(optimizer: Any, late: Late) -> Any:
-    """Returns the optimizer of a task with other parameters that were unfrozen later."""
+    """Returns a task's optimizer with other generations."""
     if isinstance(optimizer, ExtendedOptimizer):
         optimizer = dataclasses.replace(optimizer, late=late)
         return optimizer if late or not optimizer._is_bare else optimizer.user
@@ -176,12 +177,11 @@ def continued_state(
     *,
     is_same: bool,
 ) -> tuple[OptState, bool, Late]:
-    """Initializes an optimizer and takes over the parts of `old` that match its own state.
+    """Initializes an optimizer and copies the parts of `old` that match its state.
 
-    Also returns whether the state of the user's optimizer, without the options of the task, was
-    taken over, and the parameters that were unfrozen later. The same optimizer keeps its state and
-    hyperparameters, and only parameters that were frozen start from scratch. Another optimizer
-    keeps its own hyperparameters.
+    Also returns whether the state of the user's optimizer, without the task's options, was copied,
+    and the generations. The same optimizer keeps its state and hyperparameters; only parameters
+    that were frozen start from scratch. Another optimizer has its own hyperparameters.
     """
     new = first_state(optimizer, params, model_state)
     fields = new._asdict() if isinstance(new, ExtendedState) else {"inner": new}
@@ -203,13 +203,13 @@ def continued_state(
 
 
 def _clipped_or_not(inner: OptState) -> list[OptState]:
-    """The same state with `clip_norm`, and without it if it looks like one that has it."""
+    """Returns the state with `clip_norm` added and, if it seems to have one, removed."""
     is_clipped = type(inner) is tuple and len(inner) == 2 and inner[0] == optax.EmptyState()
     return [(optax.EmptyState(), inner), *([inner[1]] if is_clipped else [])]
 
 
 def _are_alike(some: PyTree, others: PyTree) -> bool:
-    """Whether two trees have the same structure, shapes and dtypes."""
+    """Returns whether two trees have the same structure, shapes and dtypes."""
     shapes = [
         [(jnp.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(tree)]
         for tree in (some, others)

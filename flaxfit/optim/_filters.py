@@ -45,7 +45,7 @@ def group_name(position: int, filter: object) -> str:
 
 
 def assign(filters: Sequence[Filter], names: Sequence[str], params: Params) -> PyTree:
-    """Labels each parameter with the index of its group; those of none with the next index.
+    """Labels each parameter with the index of its group, or with `len(filters)` if it has none.
 
     A dict whose parameters are all in one group has one label.
 
@@ -82,7 +82,6 @@ _CHOSEN = object()
 
 
 def _select(filter: Filter, params: Params) -> list[bool]:
-    """Whether each leaf is selected."""
     if isinstance(filter, str | re.Pattern):
         return [re.fullmatch(filter, path) is not None for path, _ in _parameters(params)]
     if is_nnx_filter(filter):
@@ -104,7 +103,7 @@ def _select(filter: Filter, params: Params) -> list[bool]:
 
 
 def _may_be_frozen(filter: Filter, params: Params) -> bool:
-    """Whether a filter that selects nothing may refer to frozen parameters."""
+    """Returns whether a filter that selects nothing may refer to frozen parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
     masked = [path_of(path) for path, node in leaves if is_masked(node)]
     if not isinstance(filter, str | re.Pattern):
@@ -113,7 +112,7 @@ def _may_be_frozen(filter: Filter, params: Params) -> bool:
 
 
 def _collapsed(labels: PyTree) -> PyTree:
-    """Replaces dicts of one and the same label by that label: fewer nodes to mask."""
+    """Replaces a dict with only one label by the label, so that fewer nodes are masked."""
     if not isinstance(labels, dict):
         return labels
     parts = {name: _collapsed(part) for name, part in labels.items()}
@@ -123,7 +122,7 @@ def _collapsed(labels: PyTree) -> PyTree:
 
 
 def _parameters(params: Params) -> list[tuple[str, ArrayLike]]:
-    """Returns paths and leaves; a value in a box (NNX variable, Linen metadata) has its path."""
+    """Returns paths and leaves; a boxed value (NNX variable, Linen metadata) has the box's path."""
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         is_boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")

@@ -19,7 +19,7 @@ def mask(tree: PyTree, patterns: Sequence[str]) -> PyTree:
 
 
 def is_masked(node: object) -> bool:
-    """Whether a node of a tree stands for a parameter that was left out."""
+    """Returns whether a node of a tree stands for a masked parameter."""
     return isinstance(node, optax.MaskedNode)
 
 
@@ -35,7 +35,7 @@ def merge(masked: PyTree, whole: PyTree) -> PyTree:
 
 
 def carry_over(old: PyTree, new: PyTree) -> PyTree:
-    """Replaces the leaves of `new` by those of the same path in `old`, where it has them.
+    """Replaces the leaves of `new` by the leaves of `old` with the same path.
 
     >>> carry_over({"mu": {"head": 3.0}}, {"mu": {"head": 0.0, "stem": 0.0}})
     {'mu': {'head': 3.0, 'stem': 0.0}}
@@ -46,7 +46,7 @@ def carry_over(old: PyTree, new: PyTree) -> PyTree:
 
 
 def check_patterns(patterns: Sequence[str], params: Params) -> None:
-    """Checks that each pattern freezes a parameter, and that one is left to train."""
+    """Checks that each pattern freezes a parameter, and that some parameter stays trainable."""
     for pattern in patterns:
         check_matches("freeze", pattern, params)
     if patterns and not jax.tree.leaves(mask(params, patterns)):
@@ -66,6 +66,6 @@ def check_matches(owner: str, pattern: str, params: Params) -> None:
 
 
 def listing(paths: Sequence[str]) -> str:
-    """Lists paths for a message, one a line, at most 50."""
+    """Lists at most 50 paths for a message, one per line."""
     more = [f"... and {len(paths) - 50:,} more"] if len(paths) > 50 else []
     return "".join(f"\n  {path}" for path in [*paths[:50], *more])

@@ -1,4 +1,8 @@
-"""Generations: the bias correction of parameters that are trained later than the others."""
+"""Generations: bias correction for parameters that were unfrozen after the first update.
+
+Adam divides moments by 1 - b**count. For a parameter unfrozen at count c the right count is
+`count - c`, so each generation of parameters gets an update with its own counts.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,19 +15,19 @@ from flaxfit.optim._freeze import is_masked
 from flaxfit.tree import Json, OptState, Params, PyTree, flat, path_of, sections
 
 _COUNTS = ("count", "t")
-"""The names that optax gives to the number of updates of a moment."""
+"""Optax's names of the number of updates of a moment."""
 
 
 class Generation(NamedTuple):
     """The parameters that were unfrozen together."""
 
     paths: frozenset[str]
-    born: tuple[int, ...]
-    """The counts of the optimizer's moments at that time, in the order of its state."""
+    start: tuple[int, ...]
+    """The counts of the moments when they were unfrozen, in the order of the state."""
 
 
 Late = tuple[Generation, ...]
-"""The parameters that are not trained from the first update on."""
+"""The generations unfrozen after the first update."""
 
 
 def update_each(
@@ -34,10 +38,10 @@ def update_each(
     params: Params,
     **extra: Any,
 ) -> tuple[PyTree, OptState]:
-    """Calls an update once for each generation, with the counts since its beginning.
+    """Calls an update once per generation, with the counts since its start.
 
-    Each parameter gets its updates and moments from the call of its generation. What does not
-    depend on the counts is the same in all calls, and compiled once.
+    Each parameter gets its updates and moments from the call of its generation. XLA merges the
+    computations that do not depend on the counts.
     """
     updates, new = update(grads, state, params, **extra)
     if not late:
@@ -45,11 +49,12 @@ def update_each(
     places = {place: path_of(place) for place, _ in jax.tree_util.tree_leaves_with_path(grads)}
     known = frozenset(places.values())
 
+    # An array belongs to the parameter whose path its own path contains; a count to none.
     def owner(place: jax.tree_util.KeyPath) -> str:
         return next((places[part] for part in sections(place) if part in places), "")
 
-    for paths, born in late:
-        begun = _with_counts(state, known, born)
+    for paths, start in late:
+        begun = _with_counts(state, known, start)
         own_updates, own = update(grads, begun, params, **extra)
 
         def choose(
@@ -63,24 +68,24 @@ def update_each(
 
 
 def late_after(late: Late, old: OptState, new: OptState, params: Params) -> Late:
-    """Returns the generations after a change of what is trained.
+    """Returns the generations after parameters were frozen or unfrozen.
 
     Args:
-      late: those before it.
-      old: the optimizer's state before it.
-      new: its state after it, with the moments and counts that were kept.
+      late: the generations before.
+      old: the optimizer's state before.
+      new: its state after, with the moments and counts that were kept.
       params: all parameters.
     """
     known = frozenset(flat(params))
     before, now = _with_moments(old, known), _with_moments(new, known)
-    kept = [Generation(each.paths & before & now, each.born) for each in late]
-    born = tuple(map(int, counts(new, known)))
-    fresh = [Generation(now - before, born)] if any(born) else []
+    kept = [Generation(each.paths & before & now, each.start) for each in late]
+    start = tuple(map(int, counts(new, known)))
+    fresh = [Generation(now - before, start)] if any(start) else []
     return fitting((*kept, *fresh), new, params)
 
 
 def fitting(late: Late, opt_state: OptState, params: Params) -> Late:
-    """Returns the generations that began before a state: not those of a run that went on."""
+    """Returns the generations that started at or before a state, which may be an earlier one."""
     if not late:
         return ()
     present = [int(count) for count in counts(opt_state, frozenset(flat(params)))]
@@ -88,14 +93,14 @@ def fitting(late: Late, opt_state: OptState, params: Params) -> Late:
         each
         for each in late
         if each.paths
-        and len(each.born) == len(present)
-        and all(born <= count for born, count in zip(each.born, present, strict=True))
+        and len(each.start) == len(present)
+        and all(start <= count for start, count in zip(each.start, present, strict=True))
     )
 
 
 def to_json(late: Late) -> Json:
-    """Describes generations for a file."""
-    return [[sorted(paths), list(born)] for paths, born in late]
+    """Converts generations to JSON for a checkpoint."""
+    return [[sorted(paths), list(start)] for paths, start in late]
 
 
 def from_json(late: Iterable[Any]) -> Late:
@@ -105,11 +110,11 @@ def from_json(late: Iterable[Any]) -> Late:
     >>> from_json(to_json(late)) == late
     True
     """
-    return tuple(Generation(frozenset(paths), tuple(born)) for paths, born in late)
+    return tuple(Generation(frozenset(paths), tuple(start)) for paths, start in late)
 
 
 def counts(opt_state: OptState, paths: frozenset[str]) -> list[Any]:
-    """Finds the counts that the moments of parameters are corrected by.
+    """Returns the counts of the bias correction of moments, in the order of the state.
 
     >>> counts(optax.adam(0.1).init({"w": 1.0}), frozenset({"w"}))
     [Array(0, dtype=int32)]
@@ -118,7 +123,7 @@ def counts(opt_state: OptState, paths: frozenset[str]) -> list[Any]:
 
 
 def _with_moments(opt_state: OptState, paths: frozenset[str]) -> frozenset[str]:
-    """The paths of the parameters that have such moments."""
+    """Returns the paths of the parameters with moments that have a count."""
     nodes = (node for node, _ in _counted(opt_state, paths))
     return (
         frozenset(
@@ -128,9 +133,9 @@ def _with_moments(opt_state: OptState, paths: frozenset[str]) -> frozenset[str]:
     )
 
 
-def _with_counts(opt_state: OptState, paths: frozenset[str], born: Sequence[int]) -> OptState:
-    """Returns a state whose counts are those since a generation began."""
-    left = iter(born)
+def _with_counts(opt_state: OptState, paths: frozenset[str], start: Sequence[int]) -> OptState:
+    """Subtracts a generation's start from the counts of a state."""
+    left = iter(start)
 
     def visit(node: Any) -> Any:
         name = _count_of(node, paths)
@@ -148,20 +153,20 @@ def _counted(opt_state: OptState, paths: frozenset[str]) -> list[tuple[Any, str]
 
 
 def _count_of(node: Any, paths: frozenset[str]) -> str | None:
-    """The field with the count of a state of nothing but moments, such as `ScaleByAdamState`.
+    """Returns the count field of a state that holds only moments, such as `ScaleByAdamState`.
 
-    A state with other arrays is left alone: its count may be that of a schedule, or a position.
+    In a state with other arrays the count may be a schedule's, or a position: returns None.
     """
     fields = getattr(node, "_fields", ())
     name = next((name for name in _COUNTS if name in fields), None)
     if name is None or not _is_count(getattr(node, name)):
         return None
-    if isinstance(node, optax.contrib.MadgradState):  # Whose rate depends on its count.
+    if isinstance(node, optax.contrib.MadgradState):  # Its rate depends on the count.
         return None
     others = [getattr(node, each) for each in fields if each != name]
     others = [each for each in others if not _is_count(each)]
     is_known = all(flat(each).keys() <= paths for each in others)
-    # Those of frozen parameters are masked.
+    # Moments of frozen parameters are masked.
     has_any = any(jax.tree.leaves(each, is_leaf=is_masked) for each in others)
     return name if is_known and has_any else None
 

@@ -1,4 +1,4 @@
-"""MultiOptimizer: an optimizer for each of several groups of parameters."""
+"""MultiOptimizer: one optimizer per group of parameters."""
 
 import copy
 import functools
@@ -63,7 +63,7 @@ class MultiOptimizer(Adjustable):
         return f"MultiOptimizer({self.describe() or list(self._names)})"
 
     def with_patterns(self, select: Callable[[Any], str]) -> "MultiOptimizer":
-        """Returns an optimizer with `select(filter)` in place of each NNX filter or `Selection`."""
+        """Returns an optimizer with each NNX filter or `Selection` replaced by `select(filter)`."""
         filters = tuple(select(f) if _is_selected(f) else f for f in self._filters)
         if all(map(operator.is_, filters, self._filters)):
             return self
@@ -86,7 +86,7 @@ class MultiOptimizer(Adjustable):
 
         Args:
           hyper_params: a sequence of sets, or a mapping from groups to sets, to start from; None:
-            those that were given.
+            the values given at construction.
           **overrides: values by name, for every group that has them.
 
         Raises:
@@ -160,7 +160,6 @@ class MultiOptimizer(Adjustable):
         return updates, state._replace(states=_of_groups(new))
 
     def _sets(self, hyper_params: PyTree) -> list[PyTree]:
-        """Returns the given hyperparameters of each group, or None."""
         if hyper_params is None:
             return [None] * len(self._names)
         if isinstance(hyper_params, Mapping):
@@ -193,7 +192,7 @@ def _bound(
     hyper_params: PyTree,
     extra: Mapping[str, PyTree],
 ) -> optax.GradientTransformationExtraArgs:
-    """Binds the arguments of an update that are for this optimizer."""
+    """Binds the arguments of an update that this optimizer takes."""
     is_adjustable = isinstance(optimizer, Adjustable)
     if hyper_params and not is_adjustable:
         raise ValueError(
@@ -211,11 +210,11 @@ def _is_selected(filter: Filter) -> bool:
     return isinstance(filter, Selection) or is_nnx_filter(filter)
 
 
-# Neither updates parameters nor changes its state.
+# A group that this step skips: it keeps its parameters and its state.
 _STILL = optax.GradientTransformation(
     lambda params: (), lambda updates, state, params=None: (optax.tree.zeros_like(updates), state)
 )
-# The state of the parameters that are in no group.
+# The state of parameters in no group.
 _REST = optax.MaskedState(optax.EmptyState())
 
 
@@ -226,5 +225,5 @@ def _of_groups(state: PyTree) -> tuple[OptState, ...]:
 def _partition(
     optimizers: Sequence[optax.GradientTransformation], labels: PyTree
 ) -> optax.GradientTransformationExtraArgs:
-    """Applies optimizers by index; parameters of the index after the last one stay."""
+    """Applies optimizers by index; parameters labeled `len(optimizers)` do not change."""
     return optax.partition(dict(enumerate([*optimizers, optax.set_to_zero()])), labels)

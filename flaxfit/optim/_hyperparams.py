@@ -84,7 +84,7 @@ def set_hyperparams(
 
 
 def with_hyperparams_of(opt_state: OptState, other: OptState) -> OptState:
-    """Returns a state with the hyperparameters and overrides of another; schedules stay."""
+    """Copies hyperparameters and overrides from another state; schedules stay."""
 
     def visit(node: PyTree, other: PyTree) -> PyTree:
         if not is_injected(node):
@@ -105,7 +105,7 @@ def with_hyperparams_of(opt_state: OptState, other: OptState) -> OptState:
 def learning_rates(
     values: Mapping[str, PyTree], group: str | None = None
 ) -> dict[str | None, float]:
-    """Returns the learning rates among hyperparameters by group; without groups under None.
+    """Returns the learning rates among hyperparameters by group; the key is None without groups.
 
     >>> learning_rates({"learning_rate": 0.1, "b1": 0.9})
     {None: 0.1}
@@ -121,7 +121,7 @@ def learning_rates(
 
 
 def in_group(values: Mapping[str, PyTree], group: str) -> dict[str | None, float]:
-    """Returns the learning rates of one group and of those nested in it, by group."""
+    """Returns the learning rates of a group and of its nested groups, by group."""
     found: dict[str | None, float] = {}
     for name, own in values.items():
         if isinstance(own, Mapping):
@@ -138,7 +138,7 @@ def describe(opt_state: OptState) -> str:
 
 
 def check_known(given: Iterable[str], known: Iterable[str], description: str) -> None:
-    """Raises a ValueError, with the known hyperparameters, for names that are not among them."""
+    """Raises a ValueError that lists the hyperparameters if a name is unknown."""
     unknown = [name for name in given if name not in known]
     if not unknown:
         return
@@ -167,7 +167,7 @@ def names_of(state: OptState) -> dict[str, None]:
 
 
 def scheduled(state: OptState, group: str | None = None) -> set[str]:
-    """Returns the names of the hyperparameters that follow a schedule, in a group or anywhere."""
+    """Returns the names of hyperparameters that follow a schedule, in a group or anywhere."""
     chosen = [state] if group is None else [s for own, s in _groups(state) if own == group]
     return {name for own in chosen for node in _injected(own) for name in node.hyperparams_states}
 
@@ -203,7 +203,7 @@ def _name_among(names: Sequence[str], group: str | int) -> str:
 
 
 def is_injected(node: PyTree) -> bool:
-    """Whether a node of a state holds hyperparameters."""
+    """Returns whether a node of a state holds hyperparameters."""
     return isinstance(node, optax.InjectStatefulHyperparamsState)
 
 
@@ -225,7 +225,6 @@ def _is_known(node: PyTree) -> bool:
 
 
 def _children(node: PyTree) -> dict[str, OptState]:
-    """Returns the states of the groups of a node, by name."""
     if isinstance(node, GroupsState):
         return {name: state for (name,), state in zip(node.names, node.states, strict=True)}
     if isinstance(node, optax.transforms.PartitionState):
@@ -252,13 +251,13 @@ def _read(state: OptState) -> dict[str, PyTree]:
 
 
 def _can_clear(state: OptState, name: str) -> bool:
-    """Whether a hyperparameter has a schedule that can be overridden, anywhere in a state."""
+    """Returns whether a hyperparameter has an overridable schedule anywhere in a state."""
     schedules = (node.hyperparams_states.get(name) for node in _injected(state))
     return any(isinstance(each, OverrideState) for each in schedules)
 
 
 def _map(state: OptState, function: Function, group: str | None) -> OptState:
-    """Maps the nodes with hyperparameters: all of them, or those of the groups of that name."""
+    """Maps the nodes with hyperparameters, everywhere or in the groups of a name."""
 
     def visit(node: PyTree) -> PyTree:
         if is_injected(node):
@@ -278,7 +277,7 @@ def _map(state: OptState, function: Function, group: str | None) -> OptState:
 
 
 def _set(node: PyTree, values: Mapping[str, ArrayLike]) -> PyTree:
-    """Returns a node with the hyperparameters of these names set, as far as it has them."""
+    """Sets the hyperparameters that a node has; ignores other names."""
     now, states = dict(node.hyperparams), dict(node.hyperparams_states)
     for name in values.keys() & now.keys():
         value, own = values[name], states.get(name)
@@ -298,7 +297,7 @@ def _set(node: PyTree, values: Mapping[str, ArrayLike]) -> PyTree:
 
 
 def _like(old: PyTree, value: ArrayLike, name: str) -> PyTree:
-    """Returns a value as an array that compiled functions take in place of `old`."""
+    """Converts a value to an array of the type of `old`, for compiled functions."""
     if jnp.shape(value) != jnp.shape(old):
         raise ValueError(f"{name} has shape {jnp.shape(old)}, got shape {jnp.shape(value)}.")
     is_whole = jnp.issubdtype(old.dtype, jnp.integer)

@@ -110,7 +110,7 @@ class Optimizer(struct.PyTreeNode):
 class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
     """An Optax transformation that knows its hyperparameters.
 
-    Subclasses implement `_init` and `_update` in place of a pair of functions.
+    Subclasses implement `_init` and `_update` instead of a pair of functions.
     """
 
     def __init_subclass__(cls) -> None:
@@ -133,9 +133,9 @@ class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
         return made
 
     def __setattr__(self, name: str, value: object) -> None:
-        # A subclass of the user's may keep what it was given.
-        is_own = type(self).__module__.startswith("flaxfit.")
-        if is_own and not name.startswith("_") and name in (*self.known, "lr"):
+        # A user's subclass may store hyperparameters as attributes.
+        is_builtin = type(self).__module__.startswith("flaxfit.")
+        if is_builtin and not name.startswith("_") and name in (*self.known, "lr"):
             name = "learning_rate" if name == "lr" else name
             raise AttributeError(
                 f"{self!r} keeps {name} in its state: use model.compile(optimizer=...) in a "
@@ -179,5 +179,5 @@ class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
         return Optimizer(optimizer_def=self, state=self.init(target), target=target)
 
     def check(self, overrides: Iterable[str]) -> None:
-        """Checks that the arguments of an update are hyperparameters, or taken by optax."""
+        """Checks that arguments of an update are hyperparameters or known to Optax."""
         check_known(set(overrides) - OPTAX_ARGUMENTS, self.known, self.describe())

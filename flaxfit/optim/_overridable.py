@@ -21,7 +21,7 @@ class OverrideState(NamedTuple):
 
 
 class Overridable(optax.schedules.StatefulSchedule):
-    """A schedule that yields to a value set in the state, and both to an argument of the step."""
+    """A schedule that a value in the state overrides; an argument of the step overrides both."""
 
     def __init__(self, name: str, schedule: optax.schedules.StatefulSchedule | Function):
         self.name = name
@@ -50,5 +50,5 @@ class Overridable(optax.schedules.StatefulSchedule):
 
 def as_float(value: ArrayLike) -> jax.Array:
     """Returns a hyperparameter as an array of the default float type."""
-    # Never in the dtype of the parameters: a learning rate in bfloat16 has three digits.
+    # Never the dtype of the parameters: bfloat16 has less than three decimal digits.
     return jnp.asarray(value, jnp.result_type(float))

@@ -24,15 +24,16 @@ def plain_rate(optimizer: Any) -> float | None:
     (0.25, None)
     """
     factor = _last_factor(getattr(getattr(optimizer, "user", optimizer), "update", None))
-    # A factor of -1 looks the same as a change of sign.
+    # A factor of -1 may only flip the sign, with the rate elsewhere in the chain.
     return None if factor is None or factor >= 0 or factor == -1 else -factor
 
 
 @functools.lru_cache(maxsize=64)
 def _last_factor(update: object) -> float | None:
-    """The factor of `optax.scale` at the end of a chain; 1 if nothing is done, None if more is."""
+    """Returns the factor of the last `optax.scale`: 1 for identity, None for other updates."""
     if not inspect.isfunction(update) or not update.__module__.startswith("optax."):
         return None
+    # Optax has no public way to ask: read the closure variables of its update functions.
     held = inspect.getclosurevars(update).nonlocals
     match update.__qualname__.partition(".")[0]:
         case "identity":
@@ -48,7 +49,7 @@ def _last_factor(update: object) -> float | None:
 
 
 class LiveRate(OptimizerDef):
-    """A plain optimizer whose learning rate lies in its state.
+    """A plain optimizer with its learning rate in the state.
 
     >>> optimizer = LiveRate(optax.sgd(0.5))
     >>> state = optimizer.init(jnp.ones(2))
@@ -81,7 +82,7 @@ class LiveRate(OptimizerDef):
         return f"LiveRate({self.rate:g})"
 
     def adopt(self, opt_state: OptState, *, is_clipped: bool = False) -> OptState:
-        """Returns the state that a task keeps for the plain optimizer with the rate added."""
+        """Adds the rate to the state that a task keeps for the plain optimizer."""
 
         def wrapped(inner: OptState) -> OptState:
             rate = {"learning_rate": as_float(self.rate)}
@@ -96,7 +97,7 @@ class LiveRate(OptimizerDef):
 
 
 def live_rate(optimizer: Any) -> Any:
-    """Returns an optimizer with its constant rate in the state; None if it is unknown."""
+    """Returns the optimizer with its constant rate in the state, or None if unknown."""
     if not isinstance(optimizer, ExtendedOptimizer):
         return None if plain_rate(optimizer) is None else LiveRate(optimizer)
     live = live_rate(optimizer.user)
@@ -104,7 +105,7 @@ def live_rate(optimizer: Any) -> Any:
 
 
 def matched(optimizer: Any, opt_state: OptState) -> tuple[Any, OptState]:
-    """Returns an optimizer and a state that both have a live rate, if one of them has it.
+    """Returns the optimizer and the state, both with a live rate if one of them has it.
 
     >>> plain = optax.sgd(0.1)
     >>> matched(plain, LiveRate(plain).init(jnp.ones(2)))[0]
@@ -120,7 +121,7 @@ def matched(optimizer: Any, opt_state: OptState) -> tuple[Any, OptState]:
 
 
 def has_live_rate(opt_state: OptState) -> bool:
-    """Whether a state looks like that of a `LiveRate`, maybe with options of a task around it."""
+    """Returns whether a state looks like a `LiveRate`'s, possibly within a task's options."""
     own: Any = opt_state.inner if isinstance(opt_state, ExtendedState) else opt_state
     nodes = [own, *own] if type(own) is tuple else [own]
     return any(is_injected(node) and {*node.hyperparams} == {"learning_rate"} for node in nodes)

@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 
 LENGTH = 128
-"""The number of recent steps that are kept."""
+"""The number of recent steps to keep."""
 ENOUGH = LENGTH // 2
-"""The number of steps from which on one may stand out."""
+"""The number of recorded steps before a step may count as a spike."""
 _LEAST_SPREAD = 1e-3
-"""The least standard deviation, in parts of the mean: a constant loss has none at all."""
+"""The smallest standard deviation, relative to the mean: that of a constant loss is 0."""
 
 
 class Recent(NamedTuple):
     """The loss and the norm of the gradient in recent steps: a ring."""
 
     values: jax.Array
-    """`(2, LENGTH)`: losses and norms, each step in the place of one `LENGTH` steps before."""
+    """Losses and norms, `(2, LENGTH)`; each step replaces the one `LENGTH` steps before."""
     n_steps: jax.Array
     """The number of steps that were recorded."""
 
@@ -33,8 +33,8 @@ def stands_out(
     """Returns whether a step is a spike, and the ring with that step.
 
     A spike is a loss or a norm that lies more than `n_deviations` standard deviations above the
-    mean of the ring. It is recorded at that threshold: one spike does not hide the next, and a
-    lasting level is learned in time.
+    mean of the ring. The ring records it clipped to that threshold, so that one spike does not hide
+    the next, and the mean still adapts to a lasting change.
     """
     is_known = jnp.arange(LENGTH) < recent.n_steps
     n = jnp.clip(recent.n_steps, 1, LENGTH).astype(jnp.float32)

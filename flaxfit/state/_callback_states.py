@@ -13,14 +13,14 @@ from flaxfit.tree import Function, Json, PyTree, owner_of
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(TrainState))
 _SHOWS_ONLY = re.compile(r"ProgressBar(-\d+)?")
-"""Of callbacks on whose state nothing in a run depends."""
+"""Names of callbacks whose state does not affect a run."""
 _OLD_NAME = re.compile(r"(\d+)-(\w+)")
 
 
 def collect(callbacks: Iterable[Function]) -> tuple[dict[str, Json], dict[str, PyTree]]:
     """Collects the states of callbacks by name: their JSON, and their arrays.
 
-    Arrays are those entries of a `get_state()` that are named like a field of a training state,
+    The arrays are the entries of `get_state()` that are named like a field of a training state,
     such as "params".
     """
     states, arrays = {}, {}
@@ -39,7 +39,7 @@ def put_back(
 ) -> list[str]:
     """Restores what `collect` returned; lists states without a callback, and the reverse.
 
-    A display may be absent, now or before: it is not listed.
+    Displays are not listed: they may be added or removed.
     """
     found, states = _named(callbacks), _renamed(states)
     for name, each in found.items():
@@ -54,12 +54,12 @@ def put_back(
     ]
 
 
-def _is_missed(name: str, those: Mapping[str, PyTree]) -> bool:
-    return name not in those and not _SHOWS_ONLY.fullmatch(name)
+def _is_missed(name: str, known: Mapping[str, PyTree]) -> bool:
+    return name not in known and not _SHOWS_ONLY.fullmatch(name)
 
 
 def _is_field(value: PyTree) -> bool:
-    """Whether a value holds arrays, or is an empty container that JSON does not know."""
+    """Returns whether a value holds arrays, or is an empty container that JSON cannot hold."""
     leaves = jax.tree.leaves(value)
     is_json = value is None or type(value) in (dict, list)
     return any(isinstance(x, jax.Array | np.ndarray) for x in leaves) or not (leaves or is_json)

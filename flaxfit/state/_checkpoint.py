@@ -12,7 +12,7 @@ from flaxfit.tree import Json, OptState, Params, PyTree
 
 
 class Borrowed:
-    """A value of a training loop, which donates it in its next step; made when it is first read."""
+    """A lazily built value that the loop's next step donates."""
 
     def __init__(self, make: Callable[[], PyTree]):
         self._make: Callable[[], PyTree] | None = make
@@ -20,7 +20,7 @@ class Borrowed:
         self.is_over = False
 
     def end(self) -> None:
-        """Releases the value: from now on reading it is an error."""
+        """Releases the value; reading it later raises."""
         self._make = self._value = None
         self.is_over = True
 
@@ -98,7 +98,7 @@ class Checkpoint:
         """
         if type(self) is not Checkpoint:
             return dataclasses.replace(self, **changes)
-        # Not `dataclasses.replace`, which would read the values that are borrowed.
+        # Not `dataclasses.replace`, which would read borrowed values, and so build them.
         return Checkpoint(**{**self.__dict__, **changes})
 
     def __getstate__(self) -> dict[str, PyTree]:
@@ -202,7 +202,7 @@ class Checkpoint:
         return f"Checkpoint({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """The facts, the metrics and the arrays as a notebook shows them."""
+        """Returns the facts, the metrics and the arrays as a notebook shows them."""
         facts = [plural(self.n_completed_steps, "step"), duration(self.elapsed_time)]
         if self.elapsed_time and self.n_completed_steps:
             facts.append(rate(self.n_completed_steps / self.elapsed_time))
@@ -219,7 +219,7 @@ class Checkpoint:
 
 
 def _borrowable(name: str) -> property:
-    """A field whose value may be `Borrowed`: reading the field reads that value."""
+    """Returns a field whose value may be `Borrowed`: reading the field reads that value."""
 
     def read(checkpoint: Checkpoint) -> PyTree:
         value = checkpoint.__dict__[name]
@@ -238,6 +238,7 @@ def _refuse(checkpoint: Checkpoint, name: str, value: PyTree) -> NoReturn:
     )
 
 
+# The dataclass is frozen already; this error says what to do instead.
 type.__setattr__(Checkpoint, "__setattr__", _refuse)
 _BORROWABLE = ("state", "last_grads")
 for _name in _BORROWABLE:

@@ -1,4 +1,4 @@
-"""FitCall: what a loop knows of the call of `fit` that drives it."""
+"""FitCall: the facts that a loop has about the call of `fit` that drives it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,10 +11,10 @@ class FitCall:
     """A call of `fit`, which counts epochs."""
 
     first_epoch: int
-    """The number of the first epoch, from 0."""
+    """The index of the first epoch, from 0."""
     epoch: Callable[[], int]
-    """Returns the number of the present epoch."""
+    """Returns the index of the current epoch."""
     n_steps: int | None
-    """The steps of the call, before it was resumed, too; None: unknown."""
+    """The steps of the call, including those before a resume; None: unknown."""
     eval_apply: Callable[[], ApplyFn]
     """Returns the model in evaluation mode."""

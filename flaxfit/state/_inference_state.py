@@ -16,7 +16,7 @@ from flaxfit.tree import ArrayLike, Json, Params, PyTree, plain
 
 
 class State(struct.PyTreeNode, repr=False):
-    """The protocol of T5X's train states, as far as it needs no optimizer."""
+    """The part of the protocol of T5X's train states that needs no optimizer."""
 
     step: jax.Array
     params: Params
@@ -69,7 +69,7 @@ class State(struct.PyTreeNode, repr=False):
         return plain.state_dict(self)
 
     def restore_state(self, state_dict: Mapping[str, Json]) -> Self:
-        """Replaces the arrays by those of a `state_dict`; the key and the axes stay.
+        """Replaces the arrays by a `state_dict`; the key and the axes stay.
 
         An `InferenceState` ignores `param_states`.
 
@@ -111,7 +111,7 @@ class State(struct.PyTreeNode, repr=False):
         return f"{type(self).__name__}({at}{count(html.n_numbers(self.params))} params)"
 
     def _repr_html_(self) -> str:
-        """The step, the sizes and the arrays as a notebook shows them."""
+        """Returns the step, the sizes and the arrays as a notebook shows them."""
         return html.of_state(self)
 
 

@@ -18,10 +18,10 @@ _SUFFIX = "_axes"
 
 
 def take_apart(variables: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], Axes | None]:
-    """Splits variables into the fields `params` and `model_state`, and axes; None without names.
+    """Splits variables into the fields `params` and `model_state`, and axes (None: no names).
 
-    Names come in boxes (`nn.with_logical_partitioning`, `nn.with_partitioning`) or in collections
-    beside those of the arrays (`params_axes`, as `flax.linen.partitioning` makes them).
+    Names are in boxes (`nn.with_logical_partitioning`, `nn.with_partitioning`) or in their own
+    collections (`params_axes`, as `flax.linen.partitioning` makes them).
     """
     arrays = {name: tree for name, tree in variables.items() if name not in _TRANSIENT}
     named = {
@@ -57,7 +57,7 @@ def unnamed(array: ArrayLike) -> PartitionSpec:
 
 
 def below(field: str, tree: PyTree, axes: Axes | None) -> PyTree:
-    """Returns the specs of a field of the state, as a tree like it; None if it has no names."""
+    """Returns the specs of a state's field in the same tree, or None if it has no names."""
     if not any(path.split("/")[0] == field for path in axes or ()):
         return None
     at = jax.tree_util.tree_map_with_path
@@ -65,7 +65,7 @@ def below(field: str, tree: PyTree, axes: Axes | None) -> PyTree:
 
 
 def as_logical_axes(state: PyTree) -> PyTree:
-    """Replaces every array of a state by its spec; only the model state may lack names."""
+    """Replaces every array of a state by its spec; only model state may lack names."""
     axes: Mapping[str, PartitionSpec] = state.axes or {}
     wrong = [
         path
@@ -103,7 +103,7 @@ def _of_collection(place: str, tree: PyTree) -> Iterator[tuple[str, PartitionSpe
 
 
 def _holds_names(tree: PyTree) -> bool:
-    """Whether a collection holds only names: one of arrays may also be called `..._axes`."""
+    """Returns whether a collection holds only names; `..._axes` may also hold arrays."""
     return all(map(_is_names, jax.tree.leaves(tree, is_leaf=_is_names)))
 
 
@@ -117,7 +117,7 @@ def _is_names(x: PyTree) -> bool:
 
 
 def _checked(found: Mapping[str, PartitionSpec], arrays: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """Adds None for each dimension after the last that has a name."""
+    """Checks names against arrays, and pads them with None to the rank."""
     wrong = [f"{path} has names but no array" for path in found if path not in arrays]
     wrong += [
         f"{path} has {len(found[path])} names, {tuple(found[path])}, for the shape {array.shape}"

@@ -1,4 +1,4 @@
-"""Observers: what a loop calls while it trains, beside its callbacks."""
+"""Observers: functions that a loop calls while it trains, besides its callbacks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,11 +23,11 @@ class Observers:
     after_step: list[Observer] = dataclasses.field(default_factory=list)
     """Called with the step after each dispatch."""
     after_dispatch: list[Observer] = dataclasses.field(default_factory=list)
-    """As `after_step`, for functions that need not see each step."""
+    """Like `after_step`, but does not force dispatches of one step."""
     before_validation: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     """Called without arguments before each validation."""
 
     @property
     def see_each_step(self) -> bool:
-        """Whether a dispatch takes one step with `steps_per_call="auto"`."""
+        """Whether `steps_per_call="auto"` dispatches single steps."""
         return bool(self.after_step or self.before_step)

@@ -1,4 +1,4 @@
-"""The logical axes of the state of any optimizer, derived from those of the parameters."""
+"""Derives the logical axes of any optimizer's state from the parameters' axes."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -17,7 +17,7 @@ Names = tuple[str | tuple[str, ...] | None, ...]
 
 
 def with_optimizer(axes: Axes | None, params: Params, opt_state: OptState) -> Axes | None:
-    """Returns the axes with those of this optimizer's state, in place of another's.
+    """Replaces the axes of the optimizer's state by axes for this optimizer.
 
     >>> params = {"w": np.ones(3)}
     >>> axes = FrozenDict({"params/w": PartitionSpec("embed")})
@@ -41,9 +41,9 @@ def specs_by_parameter(
 ) -> dict[str, PartitionSpec]:
     """Returns a spec for each array of an optimizer's state, by path.
 
-    A state mirrors the parameters, as a whole or in parts, under names and indices of its own. An
-    array belongs to the parameter whose path is contained in its path: the longest such, the last
-    of several. This holds for states within states, and where parts are masked.
+    A state mirrors all or some parameters below its own names and indices. An array belongs to the
+    parameter whose path its own path contains: the longest match, then the last. This also holds
+    for nested states and masked parts.
 
     Args:
       state: `{"opt_state": ...}`.
@@ -86,7 +86,7 @@ def _derived(path: KeyPath, shape: Shape, whole: Shape, spec: PartitionSpec) -> 
 def _factor(path: KeyPath, whole: Shape, names: Names) -> set[Names]:
     """Names Adafactor's factors: `v_row` lacks the largest dimension, `v_col` the next.
 
-    Among equal dimensions Optax decides by this very call of `argsort`.
+    This is Optax's own call of `argsort`, so that ties between dimensions break the same way.
     """
     words = path_of(path).split("/")
     ordered = np.argsort(whole)

@@ -13,10 +13,12 @@ from flaxfit.step._multi_task import MultiTask
 from flaxfit.step._passes import (
     MODEL,
     OBJECTIVE,
+    SUMS,
     Proof,
     comparison_of,
     has_statistics,
     outputs_of,
+    own_metrics,
     pass_of,
     prove,
     reduces_over,
@@ -24,5 +26,14 @@ from flaxfit.step._passes import (
 from flaxfit.step._random import rngs_of, step_key
 from flaxfit.step._scan import make_step, make_update
 from flaxfit.step._train_step import make_train_step, more_sums
-from flaxfit.step._trial import Difference, Pass, try_halves, try_parts, try_rows, varies
+from flaxfit.step._trial import (
+    Difference,
+    Pass,
+    try_doubled,
+    try_halves,
+    try_parts,
+    try_rows,
+    try_weights,
+    varies,
+)
 from flaxfit.step._validate import check_weights_of, inspect, inspect_step, streams_explained, trace

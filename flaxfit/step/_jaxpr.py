@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 _OF_UNKNOWN_LENGTH = ("while", "pallas_call", "ffi_call", "pure_callback", "io_callback")
@@ -18,6 +19,12 @@ def parts_of(equation: JaxprEqn) -> list[Jaxpr]:
 def holds(program: Jaxpr, name: str) -> bool:
     """Whether a jaxpr, or any inner one, holds a primitive of this name."""
     return any(equation.primitive.name == name for equation in equations(program))
+
+
+def computes_in_16_bits(program: Jaxpr) -> bool:
+    """Whether an equation of a jaxpr has a float result of fewer than 32 bits."""
+    dtypes = {getattr(x.aval, "dtype", None) for each in equations(program) for x in each.outvars}
+    return any(jnp.issubdtype(x, jnp.inexact) and x.itemsize < 4 for x in dtypes - {None})
 
 
 def names_axis(program: Jaxpr) -> bool:

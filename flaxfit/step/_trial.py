@@ -1,5 +1,6 @@
 """Trials: compare the results of a pass over changed, shortened or divided batches."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,14 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.data._batch import Batch, n_examples
-from flaxfit.tree import Array, PyTree, flat
+from flaxfit.tree import Array, PyTree, flat, product
 
-_N_ROWS = 8
-"""The number of examples in a trial, so that halves still have several."""
+N_ROWS = 14
+"""The number of examples in a trial. Halves of 7 reveal dependence on periodic positions, such as
+parity, and no other axis is likely to have 14 elements."""
 _SAME = 1e-5
 """The tolerance between two runs of one program, relative to the largest element."""
-_CLOSE = 1e-2
-"""The tolerance between programs for different batch sizes, whose 16-bit results round apart."""
+CLOSE = 1e-4
+"""The tolerance between programs for different batch sizes, which may add in another order."""
+COARSE = 1e-2
+"""The same tolerance for programs that compute in 16 bits."""
 _NOISE = 1e-6
 """The tolerance relative to min(1, typical element): elements near zero are rounding errors."""
 _ALIKE = 0.3
@@ -47,6 +51,8 @@ class Difference(NamedTuple):
     """The path of a state array that differs if the second half continues from the first."""
     penalty: str = ""
     """The paths of penalty terms that are not the mean over the halves."""
+    shared: str = ""
+    """The path of an output without rows that is not the mean over the halves."""
 
 
 Run = Callable[[PyTree, Batch, int], Pass]
@@ -61,12 +67,20 @@ def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -
     """
     batch = _picked(batch, slice(None)) if all_rows else _some_rows(run, state, batch)
     whole, n = _read(run(state, batch, 0)), n_examples(batch)
+    try:
+        half = _read(run(state, _picked(batch, slice(n // 2)), 0))
+    except Exception:  # The model accepts no other number of rows.
+        half = Pass(dict.fromkeys(whole.rows))
     places = np.arange(n)
     for is_other in (places < n // 2, places >= n // 2, places % 2 == 0):
         found = _read(run(state, with_other_rows(batch, is_other), 0))
         for owner, rows in _in_order(whole):
-            for a, b in zip(_arrays(rows), _arrays(found.rows[owner]), strict=True):
-                if a.shape[:1] == (n,) and _differ(a[~is_other], b[~is_other], _SAME):
+            # Another axis may have the same size by chance.
+            others = [x.shape[:1] == (n,) for x in _arrays(half.rows[owner])]
+            pairs = zip(_arrays(rows), _arrays(found.rows[owner]), strict=True)
+            for (a, b), is_fixed in itertools.zip_longest(pairs, others, fillvalue=False):
+                is_rows = a.shape[:1] == (n,) and not is_fixed
+                if is_rows and _differ(a[~is_other], b[~is_other], _SAME):
                     return owner
     return ""
 
@@ -78,7 +92,7 @@ def varies(run: Run, state: PyTree, batch: Batch) -> bool:
     return any(_differ(a, b, _SAME) for a, b in zip(one, other, strict=True))
 
 
-def try_parts(run: Run, state: PyTree, batch: Batch, n: int) -> str:
+def try_parts(run: Run, state: PyTree, batch: Batch, n: int, close: float = CLOSE) -> str:
     """Returns the owner of rows that differ if computed from only `n` examples at an end, or "".
 
     It takes the whole batch, for programs whose operations depend on the number of rows.
@@ -89,7 +103,7 @@ def try_parts(run: Run, state: PyTree, batch: Batch, n: int) -> str:
         part = _read(run(state, _picked(batch, place), 0))
         for owner, rows in _in_order(whole):
             for a, b in zip(_arrays(rows), _arrays(part.rows[owner]), strict=True):
-                if a.ndim and b.shape[:1] == (n,) and _differ(a[place], b, _CLOSE):
+                if a.ndim and b.shape[:1] == (n,) and _differ(a[place], b, close):
                     return owner
     return ""
 
@@ -103,6 +117,8 @@ def try_halves(
     continued: Callable[[PyTree, PyTree], PyTree] | None = None,
     before: PyTree = (),
     compute: Callable[[str, PyTree], PyTree] = lambda owner, sums: sums,
+    close: float = CLOSE,
+    averages: str = "",
     is_noisy: bool = False,
     draws: bool = False,
     all_rows: bool = False,
@@ -123,6 +139,8 @@ def try_halves(
         first; None: both start from `state`.
       before: the model state before the pass: changes of large numbers are compared, not values.
       compute: `(owner, sums) -> value`, since different sums may stand for one value.
+      close: the tolerance between programs for different batch sizes.
+      averages: the owner of arrays without rows that are averaged over replicas.
       is_noisy: whether state and penalty may depend on batch statistics.
       draws: whether random numbers are drawn, perhaps from a fixed key: rows of the second half
         may then differ.
@@ -154,6 +172,8 @@ def try_halves(
             continued=continued,
             before=before,
             compute=compute,
+            close=close,
+            averages=averages,
             is_noisy=is_noisy,
             draws=draws,
             all_rows=True,
@@ -163,10 +183,13 @@ def try_halves(
     is_random = any(
         _differ(a, b, _SAME)
         for other in wholes
-        for a, b in zip(_arrays(whole), _arrays(other), strict=True)
+        for a, b in zip(*(_arrays((x.rows, x.sums)) for x in (whole, other)), strict=True)
     )
-    if not is_random and (owner := _owner_of_difference(whole, one, two, n, compute, draws)):
-        return Difference(rows=owner)
+    if not is_random:
+        if owner := _owner_of_difference(whole, one, two, n, compute, draws, close):
+            return Difference(rows=owner)
+        if averages and (path := _not_mean(*(x.rows[averages] for x in (whole, one, two)), close)):
+            return Difference(shared=path)
     olds, is_chain = flat(before), continued is not None
 
     def differs(path: str, pick: Callable[[Pass], PyTree], *, is_state: bool = False) -> bool:
@@ -186,7 +209,7 @@ def try_halves(
         elif np.issubdtype(a[0].dtype, np.inexact):
             half = [(x + y) / 2 for x, y in zip(b, c, strict=True)]
         if not is_noisy and not any(_differ(a[0], x, _SAME) for x in a[1:]):
-            return _differ(a[0], half[0], _CLOSE, rounding)
+            return _differ(a[0], half[0], close, rounding)
         is_larger = abs(_size(a) - _size(half)) > _ALIKE * max(_size(a), _size(half))
         return is_larger or not is_noisy and _differ_on_average(a, half)
 
@@ -197,6 +220,12 @@ def try_halves(
     return Difference("", *found, " ".join(path or "penalty" for path in penalties))
 
 
+def try_doubled(halves: Callable[..., Difference], batch: Batch, draws: bool) -> Difference:
+    """Applies `halves`, the `try_halves` of a pass, to a batch of two equal halves."""
+    rows = np.arange(N_ROWS) % (N_ROWS // 2) % n_examples(batch)
+    return halves(_picked(batch, rows), draws=draws, all_rows=True)
+
+
 def _owner_of_difference(
     whole: Pass,
     one: Pass,
@@ -204,19 +233,73 @@ def _owner_of_difference(
     n: int,
     compute: Callable[[str, PyTree], PyTree],
     draws: bool,
+    close: float,
 ) -> str:
     """Returns the owner of rows that differ in a half, or of sums that do not add up, or ""."""
     for owner, rows in _in_order(whole):
         for a, b, c in zip(*map(_arrays, (rows, one.rows[owner], two.rows[owner])), strict=True):
             is_by_row = (a.shape[:1], b.shape[:1]) == ((2 * n,), (n,))
-            if is_by_row and (_differ(a[:n], b, _CLOSE) or not draws and _differ(a[n:], c, _CLOSE)):
+            if is_by_row and (_differ(a[:n], b, close) or not draws and _differ(a[n:], c, close)):
                 return owner
-    for owner, sums in whole.sums.items():
-        both = jax.tree.map(np.add, one.sums[owner], two.sums[owner])
+    return "" if draws else _not_added(whole.sums, one.sums, two.sums, compute, close)
+
+
+def _not_added(
+    whole: Mapping[str, PyTree],
+    one: Mapping[str, PyTree],
+    two: Mapping[str, PyTree],
+    compute: Callable[[str, PyTree], PyTree],
+    close: float,
+) -> str:
+    """Returns the owner of sums of a batch that differ from the added sums of its parts, or ""."""
+    for owner, sums in whole.items():
+        both = jax.tree.map(np.add, one[owner], two[owner])
         pairs = zip(*(jax.tree.leaves(compute(owner, x)) for x in (sums, both)), strict=True)
-        if not draws and any(_differ(np.asarray(a), np.asarray(b), _CLOSE) for a, b in pairs):
+        if any(_differ(np.asarray(a), np.asarray(b), close) for a, b in pairs):
             return owner
     return ""
+
+
+def _not_mean(whole: PyTree, one: PyTree, two: PyTree, close: float) -> str:
+    """Returns the path of an array without rows that is not the mean over the halves, or ""."""
+    one, two = flat(one), flat(two)
+    for path, a in flat(whole).items():
+        b, c = one[path], two[path]
+        is_number = np.issubdtype(a.dtype, np.inexact)  # Others come from the first replica.
+        if a.shape == b.shape and _differ(a, (b + c) / 2 if is_number else b, close):
+            return path or "0"
+    return ""
+
+
+def try_weights(
+    run: Run,
+    state: PyTree,
+    batch: Batch,
+    compute: Callable[[str, PyTree], PyTree],
+    close: float = CLOSE,
+    *,
+    is_divided: bool,
+) -> str:
+    """Returns the owner of sums that count rows of weight 0, or do not add up, or "".
+
+    With halves of equal weight, a mean looks like a sum: here the second half has one row of
+    nonzero weight, or none. Whether sums add up matters only to a batch that `is_divided`.
+    """
+    batch = _some_rows(run, state, batch)
+    n = n_examples(batch) // 2
+
+    def sums(rows: slice, n_counted: int) -> Mapping[str, PyTree]:
+        part = _picked(batch, rows)
+        counts = (np.arange(n_examples(part)) < n_counted).astype(np.float32)
+        weights = counts if part.weights is None else product(part.weights, counts)
+        return _read(run(state, part._replace(weights=weights), 0)).sums
+
+    whole, first = slice(2 * n), sums(slice(n), n)
+    none = jax.tree.map(np.zeros_like, first)
+    owner = _not_added(sums(whole, n), first, none, compute, close)
+    if owner or not is_divided:
+        return owner
+    return _not_added(sums(whole, n + 1), first, sums(slice(n, 2 * n), 1), compute, close)
 
 
 def _in_order(found: Pass) -> list[tuple[str, PyTree]]:
@@ -226,7 +309,7 @@ def _in_order(found: Pass) -> list[tuple[str, PyTree]]:
 
 def _some_rows(run: Run, state: PyTree, batch: Batch) -> Batch:
     """Returns a few examples, repeated if necessary; all if the model accepts no other size."""
-    few = _picked(batch, np.arange(_N_ROWS) % n_examples(batch))
+    few = _picked(batch, np.arange(N_ROWS) % n_examples(batch))
     try:
         run(state, few, 0)
     except Exception:  # If something else is wrong, the trial on the whole batch raises it.

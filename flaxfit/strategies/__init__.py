@@ -1,4 +1,4 @@
-"""Where arrays live: strategies that compile pure functions and place their arguments."""
+"""Strategies: compile pure functions and place their arguments on devices."""
 
 from flaxfit.strategies._data_parallel import DataParallel
 from flaxfit.strategies._eager import Eager

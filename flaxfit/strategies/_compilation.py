@@ -1,4 +1,4 @@
-"""Decides which functions are compiled ahead of their first call."""
+"""Decides which functions are compiled ahead of time."""
 
 import functools
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from flaxfit.tree import ArrayLike, PyTree, check_jit
 
 
 def can_call(arguments: tuple[PyTree, ...], options: Mapping[str, str] | None = None) -> bool:
-    """Whether JAX can call a program that is compiled ahead for these arguments.
+    """Returns whether JAX can call a program that was compiled ahead for these arguments.
 
-    Otherwise a function is left to JAX, which compiles it when it is first called.
+    If not, JAX compiles the function at its first call.
 
     Raises:
       RuntimeError: `jax.disable_jit` is on.
-      NotImplementedError: it cannot, and there are options to compile with.
+      NotImplementedError: it cannot, but there are compiler options, which need that.
     """
     check_jit()
     for leaf in jax.tree.leaves(arguments):
@@ -40,8 +40,8 @@ def _bits(leaf: ArrayLike) -> int:
 
 @functools.cache
 def _takes_sub_byte(dtype: str) -> bool:
-    """Whether this version of JAX calls programs with arrays of less than a byte per element."""
-    # JAX compares the layout of an array that is committed to its device with that of the program.
+    """Returns whether this JAX can call compiled programs with arrays of sub-byte elements."""
+    # Commit the array: JAX compares only a committed array's layout with the program's.
     array = jax.device_put(jnp.zeros(2, dtype), jax.local_devices()[0])
     try:
         jax.block_until_ready(jax.jit(lambda x: x).lower(array).compile()(array))

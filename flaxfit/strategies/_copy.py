@@ -1,4 +1,4 @@
-"""Copies of arrays: of placed ones that are donated, and of host memory that may be written to."""
+"""Copies arrays that may be donated, and host memory that may be overwritten."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from flaxfit.tree import Function, PyTree
 
 
 def copied(tree: PyTree, sharding: jax.sharding.Sharding | None = None) -> PyTree:
-    """Copies a tree of arrays to a sharding; None: each to its own.
+    """Copies a tree of arrays to a sharding; None: each array keeps its own.
 
     >>> x = jnp.ones(2)
     >>> copied({"x": x})["x"] is x
@@ -19,7 +19,7 @@ def copied(tree: PyTree, sharding: jax.sharding.Sharding | None = None) -> PyTre
     """
     if jax.sharding.get_abstract_mesh().empty:
         return _copy_to(sharding)(tree)  # Faster than `jax.device_put` for a few arrays.
-    # A mesh that the user has set would also give compiled functions its devices.
+    # Not `jit`: it would use the devices of a mesh that the user has set.
     places = jax.tree.map(lambda x: x.sharding if sharding is None else sharding, tree)
     return jax.device_put(tree, places, may_alias=False)
 
@@ -30,18 +30,18 @@ def _copy_to(sharding: jax.sharding.Sharding | None) -> Function:
 
 
 def placed_copy(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
-    """Copies a tree to where `share` places it; its arrays may be changed or donated afterwards."""
+    """Places a copy of a tree by `share`; the originals may be changed or donated afterwards."""
     placed = copied(share(tree))
     if any(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree)):
-        jax.block_until_ready(placed)  # Until then, programs on a CPU may read the NumPy arrays.
+        jax.block_until_ready(placed)  # A copy on a CPU may read the NumPy arrays until then.
     return placed
 
 
 def unaliased(x: np.ndarray, platform: str) -> np.ndarray:
-    """Copies a NumPy array if its very memory would be read after a call has returned.
+    """Copies a NumPy array if JAX may read its memory after a call has returned.
 
-    A source that writes its next batch there would change the previous one. On a CPU, programs
-    share memory that is aligned to 64 bytes; elsewhere the transfer goes on in the background.
+    Else a source that reuses the memory for its next batch would change the previous batch. On a
+    CPU, programs alias memory aligned to 64 bytes; elsewhere the transfer is asynchronous.
 
     Args:
       platform: the platform of the devices, as JAX names it.

@@ -17,8 +17,8 @@ from flaxfit.strategies._mapped import Implementation, by_axis, chosen, is_unspl
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, without_axis
 from flaxfit.tree import Array, Device, Function, PyTree
 
-# For several devices XLA eliminates common subexpressions once more, before it rearranges anything.
-# Without that pass the arithmetic of a replica is the same on one device and on several.
+# For several devices XLA runs common subexpression elimination once more, before other passes.
+# Without that pass, a replica has the same arithmetic on one device and on several.
 _AS_ON_ONE_DEVICE = {"xla_disable_hlo_passes": "cse"}
 
 
@@ -32,17 +32,16 @@ class DataParallel:
     1
 
     With `virtual_replicas` a batch is divided among that many replicas, and each device computes
-    its part of them one after the other. Their results are added in an order that does not depend
-    on the devices: on 1, 2, 4, ... of them, in one process or several, training gives the same
-    parameters and metrics to the bit, and resumes from checkpoints of any other number of devices
-    without a difference.
+    several of them one after the other. The order of summation does not depend on the devices. So
+    training on 1, 2, 4, ... devices, in one process or several, gives bitwise equal parameters and
+    metrics, and can resume on any of these numbers of devices.
 
     >>> DataParallel(jax.local_devices()[:2], virtual_replicas=8)
     DataParallel(2 cpu devices, virtual_replicas=8)
 
     Args:
       devices: the devices to use; None: all devices, of all processes.
-      virtual_replicas: a power of two, which the number of devices divides.
+      virtual_replicas: a power of two that is a multiple of the number of devices.
       axis_name: what models call the axis of the replicas, as in `nn.BatchNorm(axis_name="batch")`.
         It exists on a single device too, but not with virtual replicas.
       implementation: "pmap", or "shard_map" for `jax.jit` of `jax.shard_map`, on which JAX 0.8 and
@@ -58,10 +57,10 @@ class DataParallel:
     """
 
     shardings: None = None
-    """A state may be created anywhere, as each device holds all of it."""
+    """None: each device holds the whole state, so it may be created anywhere."""
     runs_eagerly = False
     text = ""
-    """The lowered text of the latest program that several processes compiled, to compare."""
+    """The latest lowered program, for comparing processes; only with several processes."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class DataParallel:
         if virtual_replicas is not None:
             _check_divides(virtual_replicas, len(self.devices))
             _check_default(axis_name)
-        # With virtual replicas there is no axis that a model could name.
+        # With virtual replicas, models cannot name the axis.
         self._axis = check_axis_name(axis_name) if virtual_replicas is None else "device"
         self._local = local_devices(self.devices)
         self.n_processes = len(self.devices) // len(self._local)
@@ -103,8 +102,8 @@ class DataParallel:
 
     @property
     def axis_name(self) -> str | None:
-        """The mapped axis; None on a single device, where there is nothing to reduce over."""
-        # A reduction over one replica is not free: 10 to 15 % of a small step.
+        """The mapped axis; None on a single device."""
+        # None, as a reduction over one replica is not free: 10 to 15 % of a small step.
         return self._axis if len(self.devices) > 1 else None
 
     @property
@@ -123,7 +122,7 @@ class DataParallel:
         return placed_copy(tree, self.share)
 
     def share(self, tree: PyTree) -> PyTree:
-        """Replicates a tree; unlike `place`, without a copy of what a device already holds."""
+        """Replicates a tree; unlike `place`, does not copy arrays that a device already holds."""
         return jax.device_put(tree, self._whole)
 
     def collect(self, tree: PyTree) -> PyTree:
@@ -136,8 +135,8 @@ class DataParallel:
     def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
         """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`; NumPy stays on the host.
 
-        The devices are those of this process. A single one takes the leaves as they are, unless it
-        is for `jax.pmap`: there, to add an axis would take as long as dispatching a step.
+        The devices are this process's. Without `jax.pmap`, a single device takes the leaves
+        unchanged: adding an axis would take as long as dispatching a step.
         """
         if isinstance(batch, np.ndarray):
             return self._split_leaf(batch, n_stacked)
@@ -146,7 +145,7 @@ class DataParallel:
         return structure.unflatten([self._split_leaf(leaf, n_stacked) for leaf in leaves])
 
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
-        # To ask whether it is a `jax.Array` would take as long as all the rest.
+        # Not `isinstance(x, jax.Array)`, which would take as long as all the rest.
         is_host = isinstance(x, np.ndarray)
         if is_host and not n_stacked:
             x = unaliased(x, self.devices[0].platform)
@@ -163,7 +162,7 @@ class DataParallel:
 
     def join(self, outputs: PyTree) -> PyTree:
         """Returns NumPy arrays of all examples in order, from outputs of a split batch."""
-        is_on_cpu = self.devices[0].platform == "cpu"  # There is nothing to copy there.
+        is_on_cpu = self.devices[0].platform == "cpu"  # NumPy reads a CPU's memory in place.
         host = outputs if is_on_cpu else jax.device_get(outputs)
         rows = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), host)
         return multihost_utils.process_allgather(rows, tiled=True) if self.n_processes > 1 else rows
@@ -171,8 +170,8 @@ class DataParallel:
     def narrow(self, n_examples: int) -> "DataParallel":
         """Returns the strategy with the largest number of devices that divides `n_examples`.
 
-        Each of several processes takes part, with as many devices as the others. Virtual replicas
-        become fewer too, and each process computes all of them.
+        Every process takes part, with equally many devices. Virtual replicas become fewer, too, and
+        each process computes all of them.
         """
         n_processes = self.n_processes
         if self.virtual_replicas is not None:
@@ -199,7 +198,7 @@ class DataParallel:
         return self._narrowed[n]
 
     def bind(self, function: Function) -> Function:
-        """Makes the function a single replica, in which a model may name the axis of replicas."""
+        """Makes the function a single replica, so that models may name the axis of replicas."""
         if self.virtual_replicas is not None:
             return without_axis(function)
         return only_replica(function, self, self._axis)
@@ -218,7 +217,7 @@ class DataParallel:
     ) -> Function:
         """Compiles `function(state, ..., batch)`; every result must agree between replicas.
 
-        With `has_rows` it returns a pair, of which the second part keeps the device axis.
+        With `has_rows` the function returns a pair; the second part keeps the device axis.
         """
         out_axes = (None, 0) if has_rows else None
         options = None if self.virtual_replicas is None else _AS_ON_ONE_DEVICE
@@ -245,7 +244,7 @@ class DataParallel:
             n_donated=n_donated,
             implementation=self.implementation,
         )
-        # What is compiled ahead skips the conversion of host-local arrays that pmap does.
+        # Do not compile ahead: only a call of pmap itself converts host-local arrays.
         if is_pmap and self.n_processes > 1 and options is None:
             self.text = program.lower(*arguments).as_text()
             return program
@@ -256,7 +255,7 @@ class DataParallel:
         return program if self.n_processes == 1 else self._on_all(program, out_axes)
 
     def _on_all(self, program: Function, out_axes: PyTree) -> Function:
-        """Makes a program for the devices of all processes take the arrays of this one."""
+        """Wraps a program over all processes to take, and return, this process's arrays."""
         n = len(self._local)
 
         def own(results: PyTree, axis: int | None) -> PyTree:
@@ -273,7 +272,7 @@ class DataParallel:
         return call
 
     def _share_with_all(self, arguments: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """Makes the arguments of this process those of a program for all processes."""
+        """Converts this process's arguments to global arrays of all processes."""
         if self.n_processes == 1:
             return arguments
 
@@ -291,7 +290,7 @@ class DataParallel:
 
 
 def _assemble(shape: tuple[int, ...], sharding: NamedSharding, array: jax.Array) -> jax.Array:
-    """Makes an array of the parts of another that this process holds."""
+    """Makes an array from this process's shards of another array."""
     parts = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 

@@ -23,7 +23,7 @@ def given_devices(devices: Iterable[Device] | None) -> tuple[Device, ...]:
 
 
 def local_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Returns the devices of this process; checks that each process has as many, side by side."""
+    """Returns this process's devices; checks that all processes have equally many, contiguous."""
     owners = [device.process_index for device in devices]
     counts = [(owner, len([*group])) for owner, group in groupby(owners)]
     this = jax.process_index() if len({*owners}) > 1 else owners[0]

@@ -1,4 +1,4 @@
-"""Eager: runs functions operation by operation on one device, so that values can be inspected."""
+"""Eager: runs functions operation by operation on one device, to inspect values."""
 
 import jax
 
@@ -8,7 +8,7 @@ from flaxfit.tree import Function, PyTree
 
 
 class Eager:
-    """Runs what another strategy of one device would compile, operation by operation.
+    """Runs functions operation by operation that other strategies of one device compile.
 
     In the model, the loss and the metrics arrays have values: prints and breakpoints show them,
     and `jax_debug_nans` raises its error at the operation. It is many times slower.
@@ -54,7 +54,7 @@ class Eager:
         return jax.device_get(outputs)
 
     def narrow(self, n_examples: int) -> "Eager":
-        """Returns itself: one device takes any number of examples."""
+        """Returns itself: one device can take any number of examples."""
         return self
 
     def bind(self, function: Function) -> Function:

@@ -1,4 +1,4 @@
-"""gather: whole arrays on the host, from arrays that are spread over devices and processes."""
+"""gather: whole host arrays from arrays spread over devices and processes."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from flaxfit.tree import ArrayLike, PyTree
 def gather(tree: PyTree) -> PyTree:
     """Gathers a tree of arrays that are spread over devices into NumPy arrays on the host.
 
-    With several processes all of them must call it, and each receives all of the arrays. Moves one
-    array at a time. Random keys stay keys.
+    With several processes, all must call it, and each receives all arrays. Moves one array at a
+    time. Random keys stay keys.
 
     >>> gather({"w": jnp.ones(2)})
     {'w': array([1., 1.], dtype=float32)}

@@ -1,4 +1,4 @@
-"""Layout: a table of how a state is laid out over a mesh, and its bytes on each device."""
+"""Layout: a table of a state's layout over a mesh, with bytes per device."""
 
 import dataclasses
 import math

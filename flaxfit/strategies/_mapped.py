@@ -21,9 +21,9 @@ def mapped(
 ) -> jax.stages.Wrapped:
     """Maps `function(whole, ..., part)` over the devices of a mesh with one axis.
 
-    Each device receives all of the first arguments, and its element of the leaves `(devices, ...)`
-    of the last one; the leaves as they are if `is_unsplit`. The programs of both implementations
-    differ in that alone.
+    Each device receives the first arguments whole, and its element of the leaves `(devices, ...)`
+    of the last argument, or the unchanged leaves if `is_unsplit`. The programs of both
+    implementations differ only in that.
 
     >>> mesh, batch = Mesh(jax.devices()[:2], ("replica",)), jax.numpy.ones((2, 1))
     >>> double = mapped(lambda x, part: x * part, mesh, 2, 0, implementation="shard_map")
@@ -32,8 +32,8 @@ def mapped(
            [2.]], dtype=float32)
 
     Args:
-      out_axes: 0 for results that keep the axis of devices, None for those that all agree on; for
-        a function that returns a tuple, a tuple of these.
+      out_axes: 0 for results that keep the device axis, None for results equal on all devices; a
+        tuple of these for a function that returns a tuple.
     """
     axis, donated = mesh.axis_names[0], tuple(range(n_donated))
     if implementation == "pmap":
@@ -60,7 +60,7 @@ def mapped(
         by_axis(lambda _, axis: whole if axis is None else parts, out_axes, out_axes),
     )
     in_shardings, out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    # Without the check that results agree, which not every reduction can prove (as with `pmap`).
+    # check_vma=False: not every reduction can prove that its results agree (nor does `pmap` check).
     each = jax.shard_map(replica, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
     return jax.jit(
         each, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donated
@@ -68,19 +68,19 @@ def mapped(
 
 
 def is_unsplit(mesh: Mesh, implementation: Implementation) -> bool:
-    """Whether a mapped function takes a batch without an axis of devices, as there is only one."""
+    """Returns whether a mapped function takes a batch without a device axis: on one device."""
     return mesh.size == 1 and implementation == "shard_map"
 
 
 def by_axis(function: Function, results: PyTree, out_axes: PyTree) -> PyTree:
-    """Calls `function(results, axis)`, or `function(result, axis)` for each pair of two tuples."""
+    """Calls `function(results, axis)`, or maps it over two tuples."""
     if isinstance(out_axes, tuple):
         return tuple(map(function, results, out_axes))
     return function(results, out_axes)
 
 
 def chosen(given: Implementation | Literal["auto"], n_processes: int) -> Implementation:
-    """Returns the implementation that is given, or for "auto" that for a number of processes."""
+    """Returns the given implementation, or resolves "auto" by the number of processes."""
     if given == "auto":
         return "shard_map" if n_processes == 1 else "pmap"
     if given == "pmap" or given == "shard_map":

@@ -1,4 +1,4 @@
-"""A named mesh of devices: the sizes of its axes, and the context to trace a function in."""
+"""A named mesh of devices: axis sizes, and the context to trace a function in."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -53,9 +53,9 @@ def fsdp_axis(fsdp: bool | str, sizes: Mapping[str, int]) -> str | None:
 def within(
     mesh: Mesh, rules: Rules, batch_axes: tuple[str, ...], dropped: Collection[str]
 ) -> Iterator[None]:
-    """Shows Flax the mesh and the rules for names of dimensions, while a function is traced.
+    """Sets the mesh and the rules for dimension names, for Flax, while a function is traced.
 
-    The rule "batch" comes from `batch_axes`. An axis is a rule for its own name, unless `dropped`.
+    `batch_axes` is the rule for "batch". A mesh axis maps to itself, unless `dropped`.
     """
     rules = [rule for rule in rules if not isinstance(rule[1], PartitionSpec)]
     rules = [("batch", batch_axes), *(rule for rule in rules if rule[0] != "batch")]
@@ -78,8 +78,8 @@ def _without_mesh(
 ) -> PyTree:
     """Calls a `DenseGeneral` without the mesh, and all other modules unchanged.
 
-    It initializes its kernel as a matrix with fewer dimensions than names, which is an error within
-    a mesh, even when the module is applied and shapes are checked.
+    `DenseGeneral` initializes its kernel as a matrix, with fewer dimensions than names. Within a
+    mesh that is an error, also in the shape check when the module is applied.
     """
     if not isinstance(context.module, nn.DenseGeneral):
         return call(*arguments, **options)

@@ -8,7 +8,7 @@ REPLICA = "replica"
 
 
 def only_replica(function: Function, strategy: object, axis: str) -> Function:
-    """Makes a function the only replica of a strategy whose models may name this axis.
+    """Makes a function the only replica of an axis that the strategy's models may name.
 
     >>> import jax
     >>> int(only_replica(lambda x: jax.lax.psum(x, "batch"), "a strategy", "batch")(3))
@@ -25,7 +25,7 @@ def only_replica(function: Function, strategy: object, axis: str) -> Function:
 
 
 def without_axis(function: Function) -> Function:
-    """Makes a function refuse to name an axis, as there is none with virtual replicas."""
+    """Explains the error of a function that names an axis: virtual replicas have none."""
     return _explained(
         function,
         lambda name: (

@@ -1,4 +1,4 @@
-"""Sharded: one program over a mesh of devices, which hold parts of the state (`jax.jit`)."""
+"""Sharded: one program (`jax.jit`) over a mesh of devices that hold parts of the state."""
 
 import copy
 import math
@@ -26,13 +26,13 @@ class Sharded:
     """Splits the state and the batches over a named mesh; the compiler adds the communication.
 
     The state is created and kept in parts: `gather` returns whole arrays. Batches are split over
-    the axes "data" and "fsdp" of the mesh, or those of the rule "batch". Parameters are split by
+    the axes "data" and "fsdp" of the mesh, or the axes of the rule "batch". Parameters are split by
     the names of their dimensions (`nn.with_logical_partitioning`, `nnx.with_partitioning`), which
     rules map to axes of the mesh, or by patterns of their paths; the optimizer's state is split
     like them. For each name, the first rule whose axes are free applies. A name without a rule that
     is itself an axis of the mesh is split over it; else that dimension stays whole.
 
-    A step sees the whole batch: losses, BatchNorm and random streams are those of one device.
+    A step sees the whole batch: losses, BatchNorm and random streams are as on one device.
 
     >>> strategy = Sharded({"data": 2, "model": 2}, fsdp=True)
     >>> strategy
@@ -48,9 +48,9 @@ class Sharded:
       rules: pairs of a logical name and an axis (or a tuple of axes, or None), or of a pattern of
         parameter paths ("encoder/.*/kernel") and a `PartitionSpec`. None: the usual names of a
         transformer's dimensions ("vocab", "heads", "mlp") over the axis "model".
-      fsdp: whether to split what the rules leave whole, each array that is not small at its largest
-        divisible dimension: over the axis "fsdp" if the mesh has it, else "data", or over the
-        axis of this name.
+      fsdp: whether to split arrays further, except small ones, along the largest divisible
+        dimension that the rules leave whole: over the axis "fsdp" if the mesh has it, else "data",
+        or over the axis of this name.
       devices: the devices to use; None: all devices, of all processes.
       axis_name: what models call the axis of replicas, as in `nn.BatchNorm(axis_name="batch")`:
         here the whole batch is one replica. It is not an axis of the mesh.
@@ -60,7 +60,7 @@ class Sharded:
     """
 
     axis_name: str | None = None
-    """None, as a step is written for the whole batch."""
+    """None: the compiler reduces, as a step sees the whole batch."""
     runs_eagerly = False
     text = ""
     """The lowered text of the latest program that several processes compiled, to compare."""
@@ -169,7 +169,7 @@ class Sharded:
         return at(lambda path, _: NamedSharding(self.mesh, specs[path_of(path)]), state)
 
     def place(self, tree: PyTree) -> PyTree:
-        """Spreads a copy of a tree over the mesh; arrays outside of states are replicated."""
+        """Spreads a copy of a tree over the mesh; replicates arrays outside states."""
         return placed_copy(tree, self.share)
 
     def share(self, tree: PyTree) -> PyTree:
@@ -180,7 +180,7 @@ class Sharded:
         return jax.tree.map(put, tree, placements)
 
     def collect(self, tree: PyTree) -> PyTree:
-        """Copies a placed tree; the copy is spread in the same way."""
+        """Copies a placed tree with its shardings."""
         return copied(tree)
 
     def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
@@ -197,7 +197,7 @@ class Sharded:
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
         if self.n_processes > 1:
             return jax.make_array_from_process_local_data(self._split_as(x, n_stacked), x)
-        # `compile` takes an array on the host for a single batch.
+        # A compiled function takes host arrays for a single batch.
         if n_stacked or isinstance(x, jax.Array):
             return jax.device_put(x, self._split_as(x, n_stacked))
         return unaliased(x, self.devices[0].platform) if isinstance(x, np.ndarray) else x
@@ -207,9 +207,9 @@ class Sharded:
         return gather(outputs)
 
     def narrow(self, n_examples: int) -> "Sharded":
-        """Returns the strategy with batches split over only the axes that divide `n_examples`.
+        """Returns the strategy with batches split only over axes that divide `n_examples`.
 
-        Over the other axes the devices do the same work: the state stays where it is.
+        Along the other axes the devices repeat the same work; the state does not move.
         """
         options = [
             axes
@@ -235,7 +235,7 @@ class Sharded:
         return bound
 
     def constrain(self, results: PyTree, state: PyTree) -> PyTree:
-        """Spreads the results of a traced function as `place` does, gradients like parameters."""
+        """Constrains traced results to the shardings of `place`, gradients to the parameters'."""
         return jax.lax.with_sharding_constraint(results, self._placements(results, state))
 
     def compile(
@@ -246,9 +246,9 @@ class Sharded:
         n_donated: int = 0,
         has_rows: bool = False,
     ) -> Function:
-        """Compiles `function(state, ..., batch)`, whose results are where `constrain` puts them.
+        """Compiles `function(state, ..., batch)`, whose results are laid out by `constrain`.
 
-        With `has_rows` it returns a pair, of which the second part is split as the batch is.
+        With `has_rows` the function returns a pair; the second part is split like the batch.
         """
         bound = self.bind(function)
 
@@ -266,7 +266,7 @@ class Sharded:
         return lowered.compile() if is_ahead else jitted
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
-        """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
+        """Compiles `function(state, ..., batch)` whose results are split like the batch."""
         bound = self.bind(function)
 
         def split(*arguments: PyTree) -> PyTree:
@@ -286,7 +286,7 @@ class Sharded:
         def place_of(x: Array) -> jax.sharding.Sharding:
             return x.sharding if isinstance(x, jax.Array) else self._split_as(x)
 
-        # A list of a state's arrays does not say where `place` has put them; the arrays do.
+        # A bare list of a state's arrays has no paths for the rules: keep their own shardings.
         def stay(x: PyTree, place: NamedSharding) -> jax.sharding.Sharding:
             is_on_mesh = isinstance(x, jax.Array) and getattr(x.sharding, "mesh", None) == self.mesh
             return x.sharding if is_on_mesh else place
@@ -297,7 +297,7 @@ class Sharded:
         return jax.jit(function, in_shardings=shardings, donate_argnums=donated)
 
     def _split_as(self, x: Array, n_stacked: int = 0) -> NamedSharding:
-        """How an array of a batch is split: by its rows, and a number not at all."""
+        """Returns the sharding of an array of a batch: split by rows; a number is whole."""
         is_number = x.ndim == bool(n_stacked)
         whole = NamedSharding(self.mesh, PartitionSpec())
         return whole if is_number else self._batch_sharding(n_stacked)
@@ -311,9 +311,9 @@ class Sharded:
         return state_specs(state, self._sizes, rules, self._fsdp_axis)
 
     def _placements(self, tree: PyTree, state: PyTree = None) -> PyTree:
-        """Returns the sharding of every array of a tree: spread in states, else replicated.
+        """Returns the sharding of every array of a tree: by the rules in states, else replicated.
 
-        With a state, trees like its parameters, such as gradients, are spread like these.
+        If `state` is given, trees like its parameters, such as gradients, are spread like these.
         """
         specs = {}
         if _is_state(state) and not hasattr(state.params, "shape"):

@@ -1,4 +1,4 @@
-"""Partition specs: which dimensions of a state's arrays are split over which axes of a mesh."""
+"""Partition specs: map the dimensions of a state's arrays to axes of a mesh."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from flaxfit.state import specs_by_parameter
 from flaxfit.tree import PyTree, Rules, flat
 
 Axes: TypeAlias = str | tuple[str, ...] | None
-"""The axes of the mesh that split a dimension."""
+"""The mesh axes that split a dimension."""
 
 MeshAxes: TypeAlias = Axes | PartitionSpec
 """The right side of a rule."""
@@ -31,7 +31,7 @@ STANDARD_RULES: Rules = (
 """Tensor parallelism by the usual names of a transformer's dimensions."""
 
 SMALL = 4096
-"""Arrays of fewer elements are not split by FSDP: gathering them costs more than it saves."""
+"""FSDP keeps arrays with fewer elements whole: gathering them costs more than it saves."""
 
 
 def state_specs(
@@ -69,13 +69,13 @@ def state_specs(
     specs = {path: spread(path, spec) for path, spec in specs.items()}
     opt_state = {"opt_state": getattr(state, "opt_state", ())}
     for path, spec in specs_by_parameter(opt_state, {"params": state.params}, specs).items():
-        # FSDP also splits arrays that resemble no parameter.
+        # FSDP also splits arrays that are not like any parameter.
         specs[path] = spec if any(spec) else spread(path, spec)
     return specs
 
 
 def axes_of(entry: MeshAxes) -> tuple[str, ...]:
-    """Returns the axes in an entry of a spec, or on the right side of a rule, as a tuple.
+    """Returns the axes of an entry of a spec or of the right side of a rule, as a tuple.
 
     >>> axes_of(None), axes_of("data"), axes_of(("data", "model"))
     ((), ('data',), ('data', 'model'))
@@ -84,14 +84,14 @@ def axes_of(entry: MeshAxes) -> tuple[str, ...]:
 
 
 def n_parts(spec: Iterable[Axes], sizes: Mapping[str, int]) -> int:
-    """Returns the number of different parts that an array is split into."""
+    """Returns the number of distinct parts of an array."""
     return math.prod(sizes[axis] for entry in spec for axis in axes_of(entry))
 
 
 def _spec(
     path: str, shape: tuple[int, ...], names: Names, sizes: Mapping[str, int], rules: Rules
 ) -> tuple[PartitionSpec, list[str]]:
-    """Returns the spec of an array by its path or by its names, and the problems with it."""
+    """Returns the spec of an array, by its path or its dimension names, and problems with it."""
     place, _, name = path.partition("/")
     patterns = [(key, value) for key, value in rules if isinstance(value, PartitionSpec)]
     entries = next((v for key, v in patterns if re.fullmatch(key, name)), None)
@@ -114,8 +114,8 @@ def _spec(
 
 
 def _by_names(names: Names, sizes: Mapping[str, int], rules: Rules) -> tuple[list[Axes], list[str]]:
-    """Returns the axes of dimensions by their names: of the first rule whose axes are free."""
-    # A name without a rule may be that of an axis of the mesh (nn.with_partitioning).
+    """Returns the axes of named dimensions: each by the first rule whose axes are free."""
+    # A name without a rule may be a mesh axis itself (nn.with_partitioning).
     ruled = {name for name, _ in rules}
     itself = [n for n in names if n not in ruled and axes_of(n) and set(axes_of(n)) <= {*sizes}]
     found: dict[int, Axes] = {}
@@ -145,7 +145,7 @@ def _twice(entries: Iterable[Axes]) -> list[str]:
 def _unknown_axes(
     names: Mapping[str, Names], arrays: Mapping[str, PyTree], sizes: Mapping[str, int], rules: Rules
 ) -> Iterator[str]:
-    """Lists rules with an axis that the mesh does not have, and the parameters they are for."""
+    """Yields problems: rules with axes that the mesh lacks, and the parameters they match."""
     for key, value in rules:
         is_pattern = isinstance(value, PartitionSpec)
         wanted = {a for entry in (value if is_pattern else (value,)) for a in axes_of(entry)}
@@ -163,7 +163,7 @@ def _unknown_axes(
 
 
 def _spread(shape: tuple[int, ...], spec: PartitionSpec, axis: str, size: int) -> PartitionSpec:
-    """Splits the largest dimension that is whole and divides over the axis, if any."""
+    """Splits the largest dimension that is whole and divisible by the axis, if there is one."""
     entries = tuple(spec) + (None,) * (len(shape) - len(spec))
     free = [i for i, entry in enumerate(entries) if entry is None and shape[i] % size == 0]
     if math.prod(shape) < SMALL or any(axis in axes_of(entry) for entry in entries):

@@ -1,4 +1,4 @@
-"""Strategy: compiles and places for the loop. It sees functions and pytrees, never tasks."""
+"""Strategy: compiles functions and places arrays; knows functions and pytrees, not tasks."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -35,17 +35,17 @@ class Strategy(Protocol):
 
     @property
     def virtual_replicas(self) -> int | None:
-        """The number of replicas that devices compute in turn; None: each device is a replica."""
+        """The number of replicas that the devices compute one by one; None: one per device."""
         ...
 
     @property
     def runs_eagerly(self) -> bool:
-        """Whether functions run operation by operation, not compiled."""
+        """Whether functions run operation by operation instead of compiled."""
         ...
 
     @property
     def shardings(self) -> Callable[[PyTree], PyTree] | None:
-        """Maps an abstract state to the shardings to create its arrays in; None: anywhere."""
+        """`abstract state -> shardings` to create the arrays with; None: anywhere."""
         ...
 
     def place(self, tree: PyTree) -> PyTree:
@@ -53,7 +53,7 @@ class Strategy(Protocol):
         ...
 
     def share(self, tree: PyTree) -> PyTree:
-        """As `place`, without a copy of arrays that are already placed."""
+        """Like `place`, but does not copy arrays that are already placed."""
         ...
 
     def collect(self, tree: PyTree) -> PyTree:
@@ -61,25 +61,25 @@ class Strategy(Protocol):
         ...
 
     def rows(self, n_examples: int) -> slice:
-        """Returns the rows that this process computes, of a batch of all processes.
+        """Returns the rows of a global batch that this process computes.
 
-        The size of the batch divides by the devices. Where batches are not split over the
-        processes, these are all rows.
+        The size of the batch must be a multiple of the number of devices. If batches are not split
+        over processes, these are all rows.
         """
         ...
 
     def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
         """Splits the leaves `(n, ...)` of a batch, or a list of leaves, over the devices.
 
-        Each of several processes splits its own `rows`. With `n_stacked` the leaves are
-        `(n_stacked, n, ...)`: several batches, one per step.
+        A process splits its own `rows`. With `n_stacked` the leaves are `(n_stacked, n, ...)`:
+        several batches, one per step.
         """
         ...
 
     def join(self, outputs: PyTree) -> PyTree:
         """Joins outputs computed from a split batch into NumPy leaves `(n, ...)`, in order.
 
-        Every process calls it, and receives the rows of all of them.
+        Every process must call it, and receives the rows of all processes.
         """
         ...
 
@@ -88,7 +88,7 @@ class Strategy(Protocol):
         ...
 
     def bind(self, function: Function) -> Function:
-        """Makes a function traceable outside of `compile`, with the axes that models name."""
+        """Makes a function traceable outside `compile`, with the axes that models name."""
         ...
 
     def constrain(self, results: PyTree, state: PyTree) -> PyTree:
@@ -110,9 +110,8 @@ class Strategy(Protocol):
     ) -> Function:
         """Compiles `function(state, ..., batch)` for these arguments; results are whole.
 
-        The batch may be a list of its leaves. The function itself lays out its results, by
-        `constrain`. With `has_rows` it returns a pair `(results, rows)`, of which the rows are
-        split like the batch.
+        The batch may be a list of its leaves. The function must lay out its results by `constrain`.
+        With `has_rows` it returns a pair `(results, rows)`; the rows are split like the batch.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that several rooms take: counts, local paths, functions and their order."""
+"""Checks of common arguments: counts, local paths, functions and the order of their arguments."""
 
 import functools
 import inspect
@@ -64,7 +64,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def check_is_function(owner: str, given: object, name: str) -> None:
-    """Checks that `given` is not another library's module in place of its `init` or `apply`."""
+    """Checks that `given` is a function, not another library's module with that method."""
     if hasattr(given, name):
         kind = given.__name__ if isinstance(given, type) else type(given).__name__
         advice = f"{kind}(...)" if isinstance(given, type) else f"its {name}"
@@ -72,9 +72,9 @@ def check_is_function(owner: str, given: object, name: str) -> None:
 
 
 def check_order(kind: str, function: PyTree) -> None:
-    """Checks that a loss or a metric takes outputs first, as other libraries do not.
+    """Checks that a loss or a metric takes outputs first, unlike in other libraries.
 
-    Judges by the names of its arguments and by the library that it comes from.
+    It checks the names of the arguments and the library that the function is from.
 
     >>> check_order("loss", lambda outputs, targets: outputs - targets)
     >>> check_order("loss", lambda y_true, y_pred: y_pred - y_true)
@@ -97,7 +97,7 @@ def check_order(kind: str, function: PyTree) -> None:
 
 
 def check_argument_order(kind: str, function: PyTree) -> None:
-    """Checks that a function takes outputs first, by the names of its arguments alone."""
+    """Checks by the names of its arguments only that a function takes outputs first."""
     _check_names(kind, _first_two(function))
 
 

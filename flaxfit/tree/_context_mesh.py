@@ -1,4 +1,4 @@
-"""Leaves the mesh and the transfer guard that a caller has set, as a strategy places arrays."""
+"""Suspends a caller's mesh and transfer guard: strategies place arrays explicitly."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _GUARDS = [
 def without_mesh() -> Iterator[None]:
     """Runs a `with` block, or a function that it decorates, as if no mesh were set.
 
-    Nor does `jax.transfer_guard` apply in it: putting each batch on its devices explicitly would
+    `jax.transfer_guard` does not apply either: putting each batch on its devices explicitly would
     take as long as a small step.
 
     >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))), without_mesh():
@@ -25,9 +25,9 @@ def without_mesh() -> Iterator[None]:
     True
     """
     with contextlib.ExitStack() as contexts:
-        # Programs are cached by their mesh, and none is not the same as an empty one.
+        # Only if one is set: programs are cached by mesh, and an empty mesh differs from none.
         if not jax.sharding.get_abstract_mesh().empty:
             contexts.enter_context(jax.set_mesh(_NO_MESH))
-        if any(getattr(jax.config, name) for name in _GUARDS):  # To set it takes 30 microseconds.
+        if any(getattr(jax.config, name) for name in _GUARDS):  # Setting it takes 30 us.
             contexts.enter_context(jax.transfer_guard("allow"))
         yield

@@ -15,9 +15,9 @@ Source: TypeAlias = str | np.ndarray
 """A digest, or the memory to compute it from later."""
 
 _MOST_ARRAYS, _MOST_BYTES = 256, 2**26
-"""The most arrays in one program, and bytes, as it may copy them; larger arrays go alone."""
+"""The maximum arrays and bytes per program, which may copy them; a larger array goes alone."""
 _MOST_IN_FLIGHT = 2
-"""The most unfinished programs: on a CPU, collectives that pile up abort the process."""
+"""The maximum unfinished programs: on a CPU, too many pending collectives abort the process."""
 
 
 def digest(array: ArrayLike) -> str:
@@ -27,18 +27,18 @@ def digest(array: ArrayLike) -> str:
 
 @without_mesh()
 def digests(arrays: Mapping[str, ArrayLike]) -> dict[str, str]:
-    """Returns sixteen hexadecimal digits by name that change when any bit of an array changes.
+    """Returns 16 hexadecimal digits by name that change when any bit of an array changes.
 
-    Every element is mixed with its position, and the results are summed modulo 2**32. Sums of
-    integers do not depend on their order, so the digest is the same for every sharding, mesh and
-    number of processes, and nothing is gathered. It guards against damage, not against an
-    adversary.
+    Every element is mixed with its position, and the results are summed modulo 2**32. Integer sums
+    do not depend on the order, so the digest is the same for every sharding, mesh and number of
+    processes, without a gather. It detects damage, not an adversary.
 
-    Arrays of the same shape, dtype and sharding share a program, whose result is read at the end.
+    Arrays of the same shape, dtype and sharding share a program; all results are read at the end.
     """
     words = {name: _words(array) for name, array in arrays.items()}
     found: list[tuple[Sequence[str], jax.Array]] = []
     for names in _chunks(words):
+        # Bound the dispatched programs, but keep some in flight so that the devices do not idle.
         if len(found) >= _MOST_IN_FLIGHT:
             found[-_MOST_IN_FLIGHT][1].block_until_ready()
         found.append((names, _lanes([words[name] for name in names])))
@@ -52,11 +52,11 @@ def digests(arrays: Mapping[str, ArrayLike]) -> dict[str, str]:
 
 
 def digests_or_sources(arrays: Mapping[str, Array]) -> dict[str, Source]:
-    """Returns the digests of arrays, or their memory if another thread may compute them later.
+    """Returns digests of arrays, or their host memory for another thread to compute them later.
 
-    A NumPy array must not change until then. The digest is computed at once if that takes several
-    devices, whose programs must run in one order, or if the memory is an accelerator's: there it is
-    fast, and the array may be donated.
+    A NumPy array must not change until then. An array on several devices is digested at once, as
+    their programs must run in one order. So is one on an accelerator, where it is fast, and where
+    the array may be donated.
     """
     views = {name: _view(array) for name, array in arrays.items()}
     memory: dict[str, Source] = {n: v for n, v in views.items() if isinstance(v, np.ndarray)}
@@ -64,13 +64,13 @@ def digests_or_sources(arrays: Mapping[str, Array]) -> dict[str, Source]:
 
 
 def as_digests(sources: Mapping[str, Source]) -> dict[str, str]:
-    """Returns the digests for a result of `digests_or_sources`."""
+    """Computes the digests that `digests_or_sources` has left for later."""
     known = {name: source for name, source in sources.items() if isinstance(source, str)}
     return known | digests({n: source for n, source in sources.items() if n not in known})
 
 
 def _view(array: Array) -> Array:
-    """Returns the memory of an array as a view that keeps it, if it is one CPU device's."""
+    """Returns a view that keeps the memory of an array alive, if that is a single CPU device's."""
     if isinstance(array, jax.Array) and array.is_fully_replicated and array.is_fully_addressable:
         array = array.addressable_data(0)
         if next(iter(array.devices())).platform == "cpu":
@@ -79,9 +79,8 @@ def _view(array: Array) -> Array:
 
 
 def _words(array: ArrayLike) -> Array:
-    """Returns what to compute the digest of an array from."""
+    """Returns the array to digest: one replica, or host memory as 32-bit words."""
     if isinstance(array, jax.Array):
-        # The copies of a replicated array are equal: one of them is enough.
         return array.addressable_data(0) if array.is_fully_replicated else array
     return _host_words(np.asarray(array))
 
@@ -99,19 +98,19 @@ def _chunks(arrays: Mapping[str, Array]) -> Iterator[Sequence[str]]:
 
 
 def _host_words(array: np.ndarray) -> np.ndarray:
-    """Splits elements of 64 bits or more into words of 32, as JAX would cut them."""
+    """Splits elements of 64 bits or more into 32-bit words, as JAX would truncate them."""
     return array.reshape(-1).view(np.uint32) if array.dtype.itemsize >= 8 else array
 
 
 @jax.jit
 def _lanes(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns two words for each of several arrays of the same shape."""
+    """Returns two 32-bit words for each of several arrays of the same shape."""
     return jax.vmap(_lanes_of_one)(jnp.stack(arrays))
 
 
 def _lanes_of_one(array: jax.Array) -> jax.Array:
     words = _device_words(array)
-    # The seed keeps the words zero at position zero from vanishing.
+    # The constant keeps a zero word at position zero from mixing to zero.
     mixed = _mix(words ^ _mix(_positions(words.shape) + jnp.uint32(0x9E3779B9)))
     second = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
     lanes = mixed, second ^ (second >> 12)

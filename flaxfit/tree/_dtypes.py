@@ -17,17 +17,17 @@ _WIDENED = {
 
 
 def is_array(leaf: ArrayLike) -> bool:
-    """Whether a leaf is an array (of NumPy, JAX, pandas, torch, ...), as opposed to a scalar."""
+    """Returns whether a leaf is an array (of NumPy, JAX, pandas, torch, ...), not a scalar."""
     return hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
 
 
 def is_named(part: PyTree) -> bool:
-    """Whether a part of the data is a NamedTuple: one value with fields, not several values."""
+    """Returns whether a part of the data is a NamedTuple: one value with fields."""
     return isinstance(part, tuple) and hasattr(part, "_fields")
 
 
 def is_node(part: PyTree) -> bool:
-    """Whether JAX takes an object apart into arrays, such as a dataclass of them."""
+    """Returns whether JAX flattens an object to arrays, such as a registered dataclass."""
     if isinstance(part, Iterable):
         return False
     leaves = jax.tree.leaves(part)
@@ -35,7 +35,7 @@ def is_node(part: PyTree) -> bool:
 
 
 def is_sparse(leaf: ArrayLike) -> bool:
-    """Whether a leaf is a sparse or ragged array, of SciPy, JAX, TensorFlow or torch."""
+    """Returns whether a leaf is a sparse or ragged array, of SciPy, JAX, TensorFlow or torch."""
     return _made_dense_by(leaf) is not None
 
 
@@ -61,7 +61,7 @@ _PADDING = ("x.to_tensor()", "torch.nested.to_padded_tensor(x, 0.0)")
 
 
 def _made_dense_by(leaf: ArrayLike) -> str | None:
-    """The call that makes an array of equal rows of a sparse or ragged array; None of others."""
+    """Returns the call that makes a sparse or ragged array dense; None for other arrays."""
     if is_array(leaf):  # A frame may have columns of these names.
         if getattr(leaf, "is_nested", False) is True:
             return _PADDING[1]
@@ -76,7 +76,7 @@ def _made_dense_by(leaf: ArrayLike) -> str | None:
 
 
 def to_numpy(leaf: ArrayLike) -> np.ndarray:
-    """Converts to NumPy; columns of a table that differ in their types get a common one."""
+    """Converts to NumPy; the columns of a table get a common dtype."""
     if np.ma.is_masked(leaf):
         raise TypeError(
             "Cannot train on a masked array, whose masked values would count: fill them, "
@@ -85,7 +85,7 @@ def to_numpy(leaf: ArrayLike) -> np.ndarray:
         )
     try:
         array = np.asarray(leaf)
-    except (TypeError, RuntimeError):  # Of torch: bfloat16, or with a gradient.
+    except (TypeError, RuntimeError):  # A torch tensor in bfloat16, or with a gradient.
         if not hasattr(leaf, "detach"):
             raise
         return of_torch(leaf)
@@ -103,17 +103,17 @@ def to_numpy(leaf: ArrayLike) -> np.ndarray:
 
 
 def of_torch(tensor: ArrayLike) -> np.ndarray:
-    """A tensor as an array, over the same memory if it lies on the host."""
+    """Converts a tensor to NumPy, without a copy if it is on the host."""
     import torch
 
     tensor = tensor.detach().cpu()
-    if tensor.dtype == torch.bfloat16:
+    if tensor.dtype == torch.bfloat16:  # torch converts none to NumPy: reinterpret the bits.
         return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
     return tensor.numpy()
 
 
 def _not_numbers(table: ArrayLike, array: np.ndarray) -> str:
-    """The columns of a table that are text, dates or have missing values, and their dtypes."""
+    """Lists the columns of a table that are text or dates, or have missing values."""
     found = []
     for name, dtype, column in zip(table.columns, table.dtypes, array.T, strict=True):
         try:
@@ -129,7 +129,7 @@ def _not_numbers(table: ArrayLike, array: np.ndarray) -> str:
 def narrow_dtype(dtype: np.dtype) -> np.dtype:
     """Returns the dtype that JAX gives to arrays of a NumPy dtype of numbers."""
     if dtype.itemsize < 8 and dtype.kind in "biuf" and dtype.isnative:
-        return dtype  # A short cut for each array of each batch.
+        return dtype  # Fast path: this runs for each array of each batch.
     if dtype.kind not in _KINDS:
         advice = ""
         if dtype.kind == "O":

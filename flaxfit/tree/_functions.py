@@ -1,4 +1,4 @@
-"""What flaxfit reads of callables: parameters, the object of a callback, its order, and marks."""
+"""Inspects callables: their parameters, the object and order of a callback, and marks."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Function)
 
 
 def parameters(function: Function | None) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function by name; empty if Python cannot inspect it."""
+    """Returns the parameters of a function by name; empty if Python cannot inspect it."""
     try:
         return {} if function is None else inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -19,11 +19,11 @@ def parameters(function: Function | None) -> Mapping[str, inspect.Parameter]:
 
 
 def owner_of(callback: Function) -> PyTree:
-    """Returns the object of a callback: of a bound method its owner, in `every(...)` the callback.
+    """Returns the object of a callback: the `self` of a method, the callback within `every(...)`.
 
-    Other callables are returned as they are.
+    Other callables are returned unchanged.
     """
-    # A bound method whose function is wrapped has a `__wrapped__` too, that of its function.
+    # Stop at a bound method: one with a decorated function has a `__wrapped__` without `self`.
     callback = inspect.unwrap(callback, stop=lambda each: hasattr(each, "__self__"))
     return getattr(callback, "__self__", callback)
 
@@ -40,21 +40,21 @@ def order_of(callback: object) -> str:
 
 
 def runs_eagerly(function: Function) -> bool:
-    """Whether a strategy has bound a function to run operation by operation."""
+    """Returns whether a strategy has bound a function to run operation by operation."""
     return getattr(function, "runs_eagerly", False)
 
 
 def by_row(function: F) -> F:
-    """Marks a loss or metric whose values depend on their own rows and that does not broadcast.
+    """Marks a loss or metric as computed row by row, without broadcasting.
 
-    Functions with the mark are not traced to check that.
+    Marked functions are not traced to verify that.
     """
     vars(function)["is_by_row"] = True
     return function
 
 
 def is_by_row(function: object) -> bool:
-    """Whether a function itself has the mark: `functools.wraps` copies marks to others."""
+    """Returns whether a function is marked by `by_row`; a copy by `functools.wraps` is not."""
     if isinstance(function, functools.partial) and not function.args:
         return is_by_row(function.func)
     return getattr(function, "is_by_row", False) and not hasattr(function, "__wrapped__")

@@ -1,4 +1,4 @@
-"""Explains the errors of JAX's switches for debugging in programs that are compiled ahead."""
+"""Explains the errors that JAX's debugging flags raise in programs compiled ahead of time."""
 
 import contextlib
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def debugging_explained() -> Iterator[None]:
 
 
 def explain_debugging(error: Exception) -> None:
-    """Raises a clearer error if `jax.disable_jit`, `jax_debug_nans` or `jax_debug_infs` is why."""
+    """Raises a clearer error if `jax.disable_jit`, `jax_debug_nans` or `..._infs` is the cause."""
     if "Disable jit is not supported" in str(error):
         raise RuntimeError(
             f"Cannot run a compiled step under jax.disable_jit(). {_DEBUG_MODE}"

@@ -17,7 +17,7 @@ def path_of(key_path: jax.tree_util.KeyPath) -> str:
 
 
 def sections(path: jax.tree_util.KeyPath) -> Iterator[jax.tree_util.KeyPath]:
-    """Yields the sections of a key path, long ones first, among equals later ones first."""
+    """Yields the contiguous sections of a key path: longest first, then last first."""
     for length in range(len(path), -1, -1):
         for start in range(len(path) - length, -1, -1):
             yield path[start : start + length]

@@ -1,4 +1,4 @@
-"""Trees as plain nested dicts, for interchange, and back into the shape of a tree."""
+"""Converts trees to plain nested dicts, for interchange, and back."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def state_dict(state: PyTree) -> dict[str, PyTree]:
-    """Returns a state in T5X's layout; with `flax_mutables` only if there are some."""
+    """Returns a state in T5X's layout, with `flax_mutables` only if it has model state."""
     layout = _layout(state)
     mutables = as_plain(layout["flax_mutables"])
     return {
@@ -27,7 +27,7 @@ def state_dict(state: PyTree) -> dict[str, PyTree]:
 
 
 def restore_state(state: PyTree, plain: Mapping[str, PyTree]) -> PyTree:
-    """Replaces the arrays of a state by those of a `state_dict`."""
+    """Replaces the arrays of a state by a `state_dict`."""
     layout = _layout(state)
     given = dict(plain)
     if "param_states" not in layout["state"] and isinstance(given.get("state"), Mapping):
@@ -40,7 +40,7 @@ def restore_state(state: PyTree, plain: Mapping[str, PyTree]) -> PyTree:
 
 
 def as_plain(tree: PyTree) -> PyTree:
-    """Converts a tree to nested dicts whose keys are field names, keys and indices, as text.
+    """Converts a tree to nested dicts, keyed by field names, keys and indices as strings.
 
     Random keys become their words (uint32). Nodes without arrays are left out.
 
@@ -54,7 +54,7 @@ def as_plain(tree: PyTree) -> PyTree:
 
 
 def restore(tree: T, plain: PyTree) -> T:
-    """Replaces the arrays of a tree by those of plain nested dicts.
+    """Replaces the arrays of a tree by arrays from plain nested dicts.
 
     >>> restore(({"w": 1.0}, 2.0), {"0": {"w": 3.0}, "1": 4.0})
     ({'w': 3.0}, 4.0)
@@ -102,7 +102,7 @@ def _plain(leaf: ArrayLike) -> ArrayLike:
 
 
 def _read_as(value: ArrayLike, like: ArrayLike) -> ArrayLike | None:
-    """Converts a value to the kind of leaf that it replaces; None if it does not fit."""
+    """Converts a value to the type of the leaf that it replaces; None if it does not fit."""
     if _is_key(like):
         words = jnp.asarray(_plain(value))
         expected = jax.eval_shape(jax.random.key_data, like)
@@ -117,8 +117,8 @@ def _read_as(value: ArrayLike, like: ArrayLike) -> ArrayLike | None:
     if isinstance(value, bool | int | float):
         return jnp.asarray(value, like.dtype)
     if array.dtype.type is np.void and array.dtype.itemsize == like.dtype.itemsize:
-        array = array.view(like.dtype)  # NumPy's files know no bfloat16.
-    # A step of 64 bits is common in files; JAX holds it in 32 in any case.
+        array = array.view(like.dtype)  # NumPy's formats store bfloat16 as raw bytes.
+    # Files often hold a 64-bit step; JAX keeps 32 bits anyway.
     narrow = jax.dtypes.canonicalize_dtype(array.dtype)
     if narrow != like.dtype:
         return None

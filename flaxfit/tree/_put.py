@@ -1,4 +1,4 @@
-"""put and put_like: place arrays that every process holds whole, straight by their shardings."""
+"""put and put_like: place arrays that every process holds whole by their shardings."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from flaxfit.tree._types import ArrayLike
 def put(
     array: ArrayLike, sharding: jax.sharding.Sharding, *, may_alias: bool | None = None
 ) -> jax.Array:
-    """As `jax.device_put`, also onto the devices of other processes, and of random keys."""
+    """Calls `jax.device_put`; also places on other processes' devices, and random keys."""
     if sharding.is_fully_addressable or getattr(array, "sharding", None) == sharding:
         return jax.device_put(array, sharding, may_alias=may_alias)
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
@@ -23,9 +23,9 @@ def put(
 
 
 def put_like(array: ArrayLike, like: object, dtype: np.dtype | None = None) -> jax.Array:
-    """Puts a copy of a host array where another array is; a JAX array is moved only if needed.
+    """Copies a host array to the sharding of another array; moves a JAX array only if needed.
 
-    No device holds more than its part. Without a sharding it goes to JAX's default device.
+    No device holds more than its part. Without a sharding the copy is on JAX's default device.
     """
     sharding = sharding_of(like)
     if isinstance(array, jax.Array):
@@ -36,7 +36,7 @@ def put_like(array: ArrayLike, like: object, dtype: np.dtype | None = None) -> j
 
 
 def sharding_of(like: object) -> jax.sharding.Sharding | None:
-    """Returns the sharding that an array or its description asks for; None: JAX's default device.
+    """Returns the sharding of an array or description; None: JAX's default device.
 
     >>> sharding_of(jnp.zeros(2)) is None
     True

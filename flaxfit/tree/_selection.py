@@ -1,4 +1,4 @@
-"""Selection: the pattern of paths that a filter by type stands for, and the filter's name."""
+"""Selection: the pattern of paths that a filter by type selects, and the filter's name."""
 
 import sys
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 class Selection(str):
     """A pattern of the paths that an NNX filter selects; `label` is the name of the filter.
 
-    `filter` and `apply`, whose module it was asked of, are not pickled: they may be lambdas.
+    `filter`, and the `apply` of the module that it was resolved for, may be lambdas: not pickled.
     """
 
     label: str
@@ -29,7 +29,7 @@ class Selection(str):
 
 
 def label_of(pattern: object) -> str:
-    """The name of a pattern in messages: itself, or the name of its filter.
+    """Returns the name of a pattern for messages: itself, or the name of its filter.
 
     >>> label_of("encoder/.*"), label_of(Selection("a|b", "LoRAParam"))
     ('encoder/.*', 'LoRAParam')
@@ -38,7 +38,7 @@ def label_of(pattern: object) -> str:
 
 
 def is_nnx_filter(given: object) -> bool:
-    """Whether this is a type of NNX variables, or a filter made of these, as `nnx.All(...)`."""
+    """Returns whether this is an NNX variable type, or a filter such as `nnx.All(...)`."""
     # A user of NNX has imported it; nobody else should pay for its import.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:

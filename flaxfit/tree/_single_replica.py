@@ -1,4 +1,4 @@
-"""Runs a function as the only replica of the axes that it names, although nothing is mapped."""
+"""Runs a function as the only replica of the axes that it names, without a map over devices."""
 
 import functools
 import re
@@ -14,7 +14,7 @@ def single_replica(function: Function, axis: str) -> Function:
     >>> int(single_replica(lambda x: jax.lax.psum(x, "rows"), "rows")(3))
     3
     """
-    # Gathered results count as mapped over the axis, and JAX refuses to return them unmapped.
+    # out_axes=0: JAX treats gathered results as mapped, and cannot return them with None.
     mapped = jax.vmap(function, in_axes=None, out_axes=0, axis_name=axis, axis_size=1)
 
     def call(*arguments: PyTree) -> PyTree:
@@ -34,7 +34,7 @@ def single_replica_of_any_axis(function: Function) -> Function:
 
     def call(*arguments: PyTree, **options: PyTree) -> PyTree:
         bound, axes = functools.partial(function, **options), set()
-        while True:
+        while True:  # An error of JAX names one unbound axis: bind it and try again.
             try:
                 return bound(*arguments)
             except NameError as error:

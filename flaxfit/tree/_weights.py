@@ -1,4 +1,4 @@
-"""Weights beside values: of examples, of tokens, or of any leading axes of the values."""
+"""Weights of values: per example, per token, or for any leading axes of the values."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def beside(weights: Array, shape: Shape, owner: str = "An array") -> Array:
     ((4, 3, 1), (4,))
 
     Raises:
-      ValueError: the weights have other leading axes than the values.
+      ValueError: the axes of the weights are not leading axes of the values.
     """
     fitted = _fitted(weights.shape, shape)
     if fitted is None:
@@ -34,10 +34,10 @@ def broadcast_weights(weights: Array, shape: Shape, owner: str = "An array") -> 
 
 
 def which_count(weights: Array, shape: Shape) -> Array:
-    """Marks the elements of an array whose weight is not 0, with axes to broadcast to it.
+    """Returns a mask of nonzero weights, with axes to broadcast to an array of a shape.
 
-    Where the weights are of other elements than those of the array, an example counts if any of
-    its weights does.
+    If the weights belong to other axes than the array's, an example counts if any of its weights
+    is nonzero.
     """
     counts = weights != 0
     if fits(counts.shape, shape):
@@ -46,9 +46,9 @@ def which_count(weights: Array, shape: Shape) -> Array:
 
 
 def joined_weights(own: Array, weights: Array | None, shape: Shape, owner: str) -> jax.Array:
-    """The weights that a loss or a metric returned with its values, times those of the batch.
+    """Multiplies weights that a loss or metric returned by the weights of the batch.
 
-    Values by example leave out the examples whose tokens all have the weight 0.
+    Per-example values ignore the examples whose tokens all have the weight 0.
     """
     found = broadcast_weights(own, shape, owner)
     if weights is None:
@@ -58,19 +58,19 @@ def joined_weights(own: Array, weights: Array | None, shape: Shape, owner: str) 
 
 
 def product(one: Array, other: Array) -> Array:
-    """Multiplies weights of a batch by others, such as those of its examples."""
+    """Multiplies weights of a batch by others, such as example weights."""
     n = max(one.ndim, other.ndim)
     one, other = (x.reshape(x.shape + (1,) * (n - x.ndim)) for x in (one, other))
     return one * other
 
 
 def fits(weights: Shape, values: Shape) -> bool:
-    """Whether weights of a shape broadcast to values from the left."""
+    """Returns whether weights of a shape broadcast to values from the left."""
     return _fitted(weights, values) is not None
 
 
 def _fitted(weights: Shape, values: Shape) -> Shape | None:
-    """The shape in which weights broadcast to values from the left; None if they do not."""
+    """Returns the shape that makes weights broadcast from the left, or None."""
     while len(weights) > len(values) and weights[-1] == 1:
         weights = weights[:-1]
     if len(weights) > len(values) or weights[:1] != values[:1]:

@@ -95,7 +95,7 @@ def test_batches_that_are_not_one_hot_as_those_before_are_refused():
     assert next(stream)[2].tolist() == [1, 9]
     next(stream)
     with pytest.raises(
-        ValueError, match=r"of earlier batches as one-hot rows, but those of this batch are not"
+        ValueError, match=r"of earlier batches as one-hot rows, but this batch has other targets"
     ):
         next(stream)
 

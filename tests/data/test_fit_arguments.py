@@ -425,8 +425,10 @@ def test_parts_of_the_validation_data_are_named():
 def test_weights_in_the_order_of_the_outputs_are_by_name():
     for given in ([W, None], (W, None)):
         assert prepare(X, [Y, Y], given)[0][2].keys() == {"output_0"}
-    weights = prepare(X, [Y, Y], [W, 2 * W], outputs=("a", "b"))[0][2]
-    np.testing.assert_array_equal(weights["b"], 2 * W)
+    weights = prepare(X, [Y, Y], [W, 2 * W], outputs=("output_0", "output_1"))[0][2]
+    np.testing.assert_array_equal(weights["output_1"], 2 * W)
+    with pytest.raises(ValueError, match="Cannot tell which weights in a list"):
+        prepare(X, [Y, Y], [W, W], outputs=("a", "b"))
     assert normalize((X, (Y, Y), [W, W])).weights.keys() == {"output_0", "output_1"}
     np.testing.assert_array_equal(prepare(X, Y, [W])[0][2], W)
     with pytest.raises(ValueError, match="weights for 3 outputs, and the model has losses for 2"):

@@ -40,8 +40,10 @@ def test_positions_of_another_number_of_processes_are_refused_by_data_not_by_wei
     as_process(0, [{"delivered": 3}, {"delivered": 4}])
     saved = _position.joined_position(None)
     as_process(0, [None])
-    assert _position.own_position(saved) == saved  # Whoever reads weights does not care.
-    with pytest.raises(ValueError, match="with 1 process, since each of 2 read its own share"):
+    assert _position.own_position(saved) == saved  # Readers of weights do not care.
+    with pytest.raises(
+        ValueError, match="with 1 process: each of 2 processes had read its own part"
+    ):
         as_stream([np.zeros(3)]).set_state(saved)
 
 

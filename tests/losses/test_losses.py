@@ -201,7 +201,7 @@ def test_an_option_that_a_loss_does_not_have_is_refused_at_once():
     ("loss", "message"),
     [
         (losses.crossentropy(label_smoothing=1.5), "label_smoothing must lie between 0 and 1"),
-        (losses.crossentropy(axis=0), "axis=0 is none of the axes after that of the examples"),
+        (losses.crossentropy(axis=0), "axis=0 must be one of the axes after the first"),
         (losses.crossentropy(axis=True), "axis must be an integer, got True"),
         (losses.generalized_crossentropy(q=1), r"q must lie in \(0, 1\), got 1"),
     ],

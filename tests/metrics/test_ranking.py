@@ -86,7 +86,7 @@ def test_gains_of_equal_scores_are_those_of_scikit_learn(k):
 @pytest.mark.parametrize("metric", [ndcg, slow(recall_at_k)])
 def test_targets_below_zero_and_items_that_are_not_there_are_refused(metric):
     for targets in -GRADES, np.array([0, 4]):
-        with pytest.raises(ValueError, match="targets below 0, or numbers of items that are not"):
+        with pytest.raises(ValueError, match="negative targets, or indices of items that do not"):
             value_of(metric, SCORES, targets)
     weights = np.float32([0, 1])
     assert value_of(metric, SCORES, GRADES * np.float32([[-1], [1]]), weights=weights) > 0

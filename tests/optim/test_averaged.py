@@ -162,5 +162,5 @@ def test_a_state_that_cannot_be_swapped_says_what_to_use(plainly_fitted):
 
 @pytest.mark.slow
 def test_an_optimizer_of_reshaped_parameters_is_refused():
-    with pytest.raises(ValueError, match="Leave out what reshapes"):
+    with pytest.raises(ValueError, match="Remove transformations that reshape or rename"):
         fitted(optax.flatten(free(0.3)))

@@ -33,7 +33,7 @@ def highest(x):
 
 def branched(x):
     a, b = jnp.sin(x), jnp.cos(x)
-    return a if len(x) > 4 else b
+    return a if len(x) > 7 else b
 
 
 def table_from(start, n):
