@@ -204,6 +204,8 @@ class _Programs(NamedTuple):
     """The pass over halves that are stacked, which may reduce over the axis of replicas."""
     evaluation: Function | None
     """The pass in evaluation mode, if that is to be tried."""
+    draws: bool
+    """Whether that one draws numbers at random."""
 
 
 class Division(NamedTuple):
@@ -326,13 +328,17 @@ class Division(NamedTuple):
         evaluation = self.evaluation if proof.draws or self.is_noisy else None
         # Where the proof holds, no trial: it would refuse numbers that a module draws from a key of
         # its own, which are the same for each seed, and others for other sizes.
-        if evaluation is not None and self._prove(evaluation, state, batch, states).is_apart:
+        second = Proof(is_apart=True)
+        if evaluation is not None:
+            second = self._prove(evaluation, state, batch, states)
+        if second.is_apart:
             evaluation = None
         axes = None, 0, None, None
         programs = _Programs(
             made(run),
             made(jax.vmap(self.run, axes, axis_name=self.strategy.axis_name)),
             None if evaluation is None else made(self.strategy.bind(evaluation)),
+            second.draws,
         )
         return lambda amount: self._tried(programs, (own, amount), batch, states, proof)
 
@@ -345,7 +351,7 @@ class Division(NamedTuple):
         proof: Proof,
     ) -> tuple[str, Difference]:
         """Tries it, where it is not proved; the state comes with how far to move parameters."""
-        axis, (one, together, evaluation) = self.strategy.axis_name, programs
+        axis, (one, together, evaluation, draws) = self.strategy.axis_name, programs
         strictly = functools.partial(
             try_halves,
             before=getattr(state[0], "model_state", ()),
@@ -368,7 +374,7 @@ class Division(NamedTuple):
             changed = halves()
             mixed = changed.rows
         if evaluation is not None and not (is_joint or mixed or any(changed)):
-            changed = strictly(evaluation, state, batch)
+            changed = strictly(evaluation, state, batch, draws=draws)
             mixed = changed.rows
         if self.is_noisy and not (is_joint or mixed or any(changed)):
             # Statistics of a batch of equal halves are those of the halves.
