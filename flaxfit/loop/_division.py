@@ -207,6 +207,8 @@ class _Programs(NamedTuple):
     """The pass over stacked halves, mapped over the axis of replicas."""
     evaluation: Function | None
     """The pass in evaluation mode; None if no trial needs it."""
+    draws: bool
+    """Whether the pass in evaluation mode draws random numbers."""
 
 
 class Division(NamedTuple):
@@ -328,13 +330,17 @@ class Division(NamedTuple):
         evaluation = self.evaluation if proof.draws or self.is_noisy else None
         # A proof replaces the trial, which would refuse random numbers that a module draws from a
         # fixed key: equal for all seeds, but different for other batch sizes.
-        if evaluation is not None and self._prove(evaluation, state, batch, states).is_independent:
+        second = Proof(is_independent=True)
+        if evaluation is not None:
+            second = self._prove(evaluation, state, batch, states)
+        if second.is_independent:
             evaluation = None
         axes = None, 0, None, None
         programs = _Programs(
             made(run),
             made(jax.vmap(self.run, axes, axis_name=self.strategy.axis_name)),
             None if evaluation is None else made(self.strategy.bind(evaluation)),
+            second.draws,
         )
         return lambda amount: self._tried(programs, (own, amount), batch, states, proof)
 
@@ -347,7 +353,7 @@ class Division(NamedTuple):
         proof: Proof,
     ) -> tuple[str, Difference]:
         """Compares the pass over a batch with those over its halves, for a perturbed state."""
-        axis, (one, together, evaluation) = self.strategy.axis_name, programs
+        axis, (one, together, evaluation, draws) = self.strategy.axis_name, programs
         strictly = functools.partial(
             try_halves,
             before=getattr(state[0], "model_state", ()),
@@ -372,7 +378,7 @@ class Division(NamedTuple):
             changed = halves()
             mixed = changed.rows
         if evaluation is not None and not (is_joint or mixed or any(changed)):
-            changed = strictly(evaluation, state, batch)
+            changed = strictly(evaluation, state, batch, draws=draws)
             mixed = changed.rows
         if self.is_noisy and not (is_joint or mixed or any(changed)):
             # Equal halves have the statistics of the whole batch, so that BatchNorm hides nothing.

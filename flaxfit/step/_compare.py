@@ -139,7 +139,7 @@ def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: 
       ValueError: the shapes do not fit, or a metric of one output was given several.
     """
     try:
-        return metric.measure(*outputs, *targets, weights=weights)
+        return jax.tree.map(jnp.asarray, metric.measure(*outputs, *targets, weights=weights))
     except TypeError as error:
         _check_arguments(name, metric.measure, outputs, targets, error, weights=None)
         if metric.values is not None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax.core.scope import subtract_filters
 
 from flaxfit.data._batch import Batch
 from flaxfit.modules._switch import in_evaluation
@@ -46,7 +47,8 @@ def pass_of(
     Args:
       task: the task to train or to measure.
       with_losses: whether values of the loss must depend on their own row alone.
-      evaluates: whether to compute everything in evaluation mode.
+      evaluates: whether to compute everything in evaluation mode; state and penalty only if those
+        of training depend on batch statistics.
     """
 
     own = own_metrics(task)
@@ -64,7 +66,10 @@ def pass_of(
             rows = {OBJECTIVE: (measured.values, measured.weights)}
         else:
             rows = {MODEL: measured.outputs} | _compared(task, measured.outputs, batch, with_losses)
-        return Pass(rows, _sums(bound, measured), kept, result.sown)
+        sums = _sums(bound, measured)
+        if evaluates and not has_statistics(task, state):
+            return Pass(rows, sums)
+        return Pass(rows, sums, kept, result.sown)
 
     return run
 
@@ -137,9 +142,11 @@ def _in_evaluation(task: Task) -> Task:
     def evaluated(variables: PyTree, *inputs: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
         # Fixed keys: random numbers that are drawn even in evaluation then hide nothing else.
         keys = jax.tree.map(lambda key: jax.random.key(0), named.get("rngs"))
+        # Statistics are immutable: BatchNorm that ignores the mode raises an error.
+        mutable = subtract_filters(named.get("mutable", False), [STATISTICS])
         try:
-            found = measure(variables, *inputs, **{**named, "rngs": keys})
-            return with_updates(found) if named.get("mutable") else (found, {})
+            found = measure(variables, *inputs, **{**named, "rngs": keys, "mutable": mutable})
+            return with_updates(found) if mutable else (found, {})
         except Exception:  # The model has no evaluation mode, or needs arguments of training.
             outputs, _ = with_updates(apply(variables, *inputs, **named))
             return jax.tree.map(jnp.zeros_like, outputs), {}
