@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,9 @@ def holds(program: Jaxpr, name: str) -> bool:
 
 def computes_in_16_bits(program: Jaxpr) -> bool:
     """Whether an equation of a jaxpr has a float result of fewer than 32 bits."""
-    dtypes = {getattr(x.aval, "dtype", None) for each in equations(program) for x in each.outvars}
+    dtypes: set[Any] = {
+        getattr(x.aval, "dtype", None) for each in equations(program) for x in each.outvars
+    }
     return any(jnp.issubdtype(x, jnp.inexact) and x.itemsize < 4 for x in dtypes - {None})
 
 

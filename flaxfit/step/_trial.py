@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -
         for owner, rows in _in_order(whole):
             # Another axis may have the same size by chance.
             others = [x.shape[:1] == (n,) for x in _arrays(half.rows[owner])]
-            pairs = zip(_arrays(rows), _arrays(found.rows[owner]), strict=True)
+            pairs: Any = zip(_arrays(rows), _arrays(found.rows[owner]), strict=True)
             for (a, b), is_fixed in itertools.zip_longest(pairs, others, fillvalue=False):
                 is_rows = a.shape[:1] == (n,) and not is_fixed
                 if is_rows and _differ(a[~is_other], b[~is_other], _SAME):
@@ -188,7 +188,9 @@ def try_halves(
     if not is_random:
         if owner := _owner_of_difference(whole, one, two, n, compute, draws, close):
             return Difference(rows=owner)
-        if averages and (path := _not_mean(*(x.rows[averages] for x in (whole, one, two)), close)):
+        if averages and (
+            path := _not_mean(*(x.rows[averages] for x in (whole, one, two)), close=close)
+        ):
             return Difference(shared=path)
     olds, is_chain = flat(before), continued is not None
 
