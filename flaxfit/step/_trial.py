@@ -77,8 +77,9 @@ def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -
         for owner, rows in _in_order(whole):
             # Another axis may have the same size by chance.
             others = [x.shape[:1] == (n,) for x in _arrays(half.rows[owner])]
-            pairs: Any = zip(_arrays(rows), _arrays(found.rows[owner]), strict=True)
-            for (a, b), is_fixed in itertools.zip_longest(pairs, others, fillvalue=False):
+            pairs = zip(_arrays(rows), _arrays(found.rows[owner]), strict=True)
+            known: Any = itertools.zip_longest(pairs, others, fillvalue=False)
+            for (a, b), is_fixed in known:
                 is_rows = a.shape[:1] == (n,) and not is_fixed
                 if is_rows and _differ(a[~is_other], b[~is_other], _SAME):
                     return owner
