@@ -42,10 +42,11 @@ def check_strategy(task: TrainTask, strategy: Strategy) -> None:
       ValueError: the step would run once per replica, and nothing would reduce its results.
     """
     if task.step is not None and strategy.axis_name is not None and strategy.n_devices > 1:
+        is_plain = type(task) is TrainTask
+        owner = "The task has a custom step, which" if is_plain else f"A {type(task).__name__}"
         raise ValueError(
-            f"The task has a custom step, which needs whole batches, but {strategy!r} gives each "
-            f"of {strategy.n_devices} devices a part of them. Use strategy=Sharded(), or one "
-            "device."
+            f"{owner} needs whole batches, but {strategy!r} gives each of {strategy.n_devices} "
+            "devices a part: use strategy=Sharded(), or one device."
         )
 
 

@@ -56,10 +56,11 @@ def pass_of(
     def run(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
         bound = with_states(task, states)
         bound.__dict__["metrics"] = own  # The sums of the library's metrics are additive.
-        result = measured = _forward(bound, state, batch, seed)
-        if evaluates or has_statistics(task, state):
+        is_noisy = has_statistics(task, state)
+        result = _forward(_in_evaluation(bound) if evaluates else bound, state, batch, seed)
+        measured = result
+        if is_noisy and not evaluates:
             measured = _forward(_in_evaluation(bound), state, batch, seed)
-        result = measured if evaluates else result
         kept = result.model_state if isinstance(task, TrainTask) else {}
         kept = {name: each for name, each in kept.items() if name != STATISTICS}
         if task.objective is not None:
@@ -67,7 +68,7 @@ def pass_of(
         else:
             rows = {MODEL: measured.outputs} | _compared(task, measured.outputs, batch, with_losses)
         sums = _sums(bound, measured)
-        if evaluates and not has_statistics(task, state):
+        if evaluates and not is_noisy:
             return Pass(rows, sums)
         return Pass(rows, sums, kept, result.sown)
 

@@ -345,6 +345,151 @@ def test_numbers_that_a_module_draws_by_itself_are_no_combination_of_rows(strate
         fit(is_scaled=True)
 
 
+def longer(w, x, _):
+    """Rows of sequences, which are centred on the batch where they are long."""
+    outputs = (x @ w).mean(1)
+    return outputs - outputs.mean(0) if x.shape[1] > 2 else outputs
+
+
+SEQUENCES = [rng.normal(size=(n, t, 4)).astype(np.float32) for n, t in ((20, 2), (20, 3), (6, 3))]
+
+
+@pytest.mark.parametrize("way", ["fit", "evaluate", slow("train_on_batch")])
+def test_batches_of_another_shape_are_tried_by_themselves(way):
+    short, long, rest = ((x, Y[: len(x)]) for x in SEQUENCES)
+    model = model_of(longer, FOUR["shard_map"]())
+    with pytest.raises(ValueError, match="model mixes examples of a batch"):
+        if way == "train_on_batch":
+            model.train_on_batch(*short)
+            model.train_on_batch(*long)
+        else:
+            getattr(model, way)([short, long], verbose=0)
+    one = model_of(longer, ff.DataParallel(ONE))
+    found = one.evaluate([short, rest], verbose=0)["loss"]
+    errors = [(longer(W, x, None) - y) ** 2 for x, y in (short, rest)]
+    assert found == pytest.approx(np.concatenate(errors).mean(), rel=1e-5)
+
+
+def test_a_branch_on_the_number_of_rows_is_tried_at_that_number():
+    def branched(w, x, _):
+        return (x - x.mean(0) if len(x) > 15 else x) @ w
+
+    model = model_of(branched, ff.DataParallel(ONE))
+    errors = [(branched(W, X[part], None) - Y[part]) ** 2 for part in (slice(16), slice(16, 20))]
+    found = model.evaluate(X, Y, batch_size=16, verbose=0)["loss"]
+    assert found == pytest.approx(np.concatenate(errors).mean(), rel=1e-5)
+
+
+def balance(w, x):
+    """A load balancing term, which is a product of means."""
+    p = jax.nn.softmax(x @ w)
+    return (jax.nn.one_hot(p.argmax(-1), 2).mean(0) * p.mean(0)).sum()
+
+
+def beside_values(outputs, balance, targets):
+    return ((outputs - targets) ** 2).mean(-1), 0.1 * balance
+
+
+def in_a_mean(outputs, balance, targets):
+    return ((outputs - targets) ** 2).mean() + 0.1 * balance
+
+
+@pytest.mark.parametrize("loss", [beside_values, slow(in_a_mean)])
+def test_an_output_for_the_whole_batch_has_to_be_the_mean_of_those_of_parts(loss):
+    def fit(term):
+        model = model_of(lambda w, x, _: ((x @ w, term(w, x)), {}), FOUR["shard_map"](), loss)
+        return model.fit(X, Y, 20, verbose=0)
+
+    with pytest.raises(ValueError, match=r"the output 1 of the model.*is not the mean"):
+        fit(balance)
+    history = fit(lambda w, x: (x @ w).mean())
+    found = history["loss"][0] + sum(history.get("penalty", ()))
+    expected = ((X @ W - Y) ** 2).mean() + 0.1 * (X @ W).mean()
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_large_constant_does_not_hide_a_penalty_that_is_no_mean():
+    def spread(w, x, variables):  # The negative entropy of the mean prediction.
+        mean = jax.nn.softmax(0.2 * x @ w).mean(0)
+        return x @ w, {"losses": {"entropy": (mean * jnp.log(mean)).sum()}}
+
+    with pytest.raises(ValueError, match="the penalty that the model adds"):
+        model_of(spread, FOUR["shard_map"]()).fit(X, Y, 20, verbose=0)
+
+
+class Watched(nnx.Module):
+    """BatchNorm beside a scale of the inputs that does not pass through it."""
+
+    def __init__(self, moment):
+        self.normalize = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+        self.dense = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        self.scale, self.moment = nnx.Variable(jnp.zeros(4)), moment
+
+    def __call__(self, x):
+        self.scale[...] = 0.9 * self.scale[...] + 0.1 * self.moment(x)
+        return self.dense(self.normalize(x))
+
+
+@pytest.mark.parametrize("moment", [lambda x: x.std(0), slow(lambda x: x.sum(0))])
+def test_batchnorm_does_not_hide_a_state_beside_it(moment):
+    model = ff.Model(Watched(moment), optax.sgd(0.1), "mse", strategy=FOUR["shard_map"]())
+    with pytest.raises(ValueError, match="state 'Variable/scale'"):
+        model.fit(X, Y, 20, verbose=0)
+    kept = ff.Model(Watched(lambda x: x.mean(0)), optax.sgd(0.1), "mse", strategy=model.strategy)
+    assert np.isfinite(kept.fit(X, Y, 20, verbose=0)["loss"]).all()
+
+
+def test_position_is_seen_where_it_repeats():
+    def even(outputs, targets):
+        return (jnp.arange(len(outputs)) % 2 == 0) * ((outputs - targets) ** 2).mean(-1)
+
+    with pytest.raises(ValueError, match="The loss gives each example a value that depends on"):
+        model_of(lambda w, x, _: x @ w, FOUR["shard_map"](), even).fit(
+            X[:12], Y[:12], 12, verbose=0
+        )
+
+
+def own_metric(measure):
+    return ff.metrics.Metric(measure, lambda sums: sums["s"] / sums["n"], "mine", mode="min")
+
+
+def weighted_mean(outputs, targets, weights):
+    error = jnp.abs(outputs - targets).mean(-1)
+    return {"s": (weights * error).sum() / weights.sum(), "n": 1}
+
+
+def unweighted(outputs, targets, weights):
+    return {"s": jnp.abs(outputs - targets).mean(-1).sum(), "n": len(outputs)}
+
+
+@pytest.mark.parametrize(
+    ("measure", "strategy"), [(weighted_mean, FOUR["shard_map"]), (unweighted, lambda: None)]
+)
+def test_sums_of_a_metric_add_up_and_leave_out_rows_of_weight_0(measure, strategy):
+    strategy = strategy() or ff.DataParallel(ONE)
+    model = model_of(lambda w, x, _: x @ w, strategy, metrics=[own_metric(measure)])
+    with pytest.raises(ValueError, match="'mine' cannot be measured .*sums"):
+        model.evaluate(X, Y, batch_size=16, verbose=0)
+
+
+def test_sums_of_a_metric_may_be_numbers():
+    metric = own_metric(weighted_mean)
+    model = model_of(lambda w, x, _: x @ w, ff.DataParallel(ONE), metrics=[metric])
+    found = model.evaluate(X, Y, batch_size=20, verbose=0)["mine"]
+    assert found == pytest.approx(np.abs(X @ W - Y).mean(), rel=1e-5)
+
+
+def test_an_axis_as_long_as_the_trial_is_not_taken_for_rows():
+    def stacked(w, x, _):
+        return (x @ w, jnp.stack([x.mean(0)] * 20).sum(-1)), {}
+
+    def first(outputs, others, targets):
+        return ((outputs - targets) ** 2).mean(-1)
+
+    model = model_of(stacked, FOUR["shard_map"](), first)
+    assert np.isfinite(model.fit(X, Y, 20, verbose=0)["loss"]).all()
+
+
 def residual(apply, batch, rngs):
     """The square of u' + u at each point, and of u - 1 at a fixed boundary."""
     (x,) = batch.inputs

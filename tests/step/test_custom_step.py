@@ -249,7 +249,7 @@ def test_a_model_is_fitted_by_a_step_of_its_own_and_measured_as_ever():
 
 def test_a_step_that_sees_whole_batches_refuses_replicas():
     task = ff.TrainTask(step=gan_step, data=REAL)
-    with pytest.raises(ValueError, match=r"needs whole batches, but .*\. Use strategy=Sharded\(\)"):
+    with pytest.raises(ValueError, match=r"needs whole batches, but .*: use strategy=Sharded\(\)"):
         ff.TrainLoop(init, task, 0, strategy=ff.DataParallel())
 
 
