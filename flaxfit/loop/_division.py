@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -346,55 +346,26 @@ class Division(NamedTuple):
 
     def _tried(
         self,
-        programs: "_Programs",
+        programs: _Programs,
         state: tuple[PyTree, ArrayLike],
         batch: Batch,
         states: PyTree,
         proof: Proof,
     ) -> tuple[str, Difference]:
         """Compares the pass over a batch with those over its halves, for a perturbed state."""
-        axis, (one, together, evaluation, draws) = self.strategy.axis_name, programs
-        strictly = functools.partial(
-            try_halves,
-            before=getattr(state[0], "model_state", ()),
-            compute=self.compute,
-            close=proof.close,
-            averages=self.averages,
-        )
-        halves = functools.partial(
-            *(strictly, one, state, batch), is_noisy=self.is_noisy, draws=proof.draws
-        )
-        if evaluation is not None and varies(evaluation, state, batch):
-            evaluation = None
-        steady = evaluation if proof.draws else one
-        mixed = try_rows(one, state, batch, all_rows=not proof.is_same_program)
-        changed = Difference()
+        axis = self.strategy.axis_name
         # The module reduces over replicas itself: only halves that see each other can agree.
         is_joint = proof.names_axis and axis is not None and self.n_parts == 1
-        # A program that depends on the number of rows is tried at the size that it will run at.
-        if not (proof.is_same_program or is_joint or mixed or steady is None):
-            mixed = try_parts(steady, state, batch, self._part(batch), proof.close)
-        if not (is_joint or mixed):
-            changed = halves()
-            mixed = changed.rows
-        if evaluation is not None and not (is_joint or mixed or any(changed)):
-            changed = strictly(evaluation, state, batch, draws=draws)
-            mixed = changed.rows
-        if self.is_noisy and not (is_joint or mixed or any(changed)):
-            # Equal halves have the statistics of the whole batch, so that BatchNorm hides nothing.
-            changed = try_doubled(functools.partial(strictly, one, state), batch, proof.draws)
-            mixed = changed.rows
-        if self.has_sums and not (is_joint or mixed or steady is None):
-            mixed = try_weights(
-                *(steady, state, batch, self.compute, proof.close), is_divided=bool(self.text)
-            )
-        if mixed and not is_joint:
-            changed = Difference(rows=mixed)
+        found = self._differences(programs, state, batch, proof)
+        changed = next(found) if is_joint else next(filter(any, found), Difference())
+        mixed = changed.rows
+        strictly = functools.partial(self._halves(state, proof), programs.one, state)
+        halves = functools.partial(strictly, batch, is_noisy=self.is_noisy, draws=proof.draws)
         # The library's losses reduce over replicas only under a mapped axis, which the trial of
         # single halves lacks: map the halves together. Random rows cannot be compared.
         may_be_joint = any(changed) and self.n_parts == 1 and not proof.draws
         if is_joint or may_be_joint and reduces_over(axis, self.run, state[0], batch, states):
-            joint = halves(together=together)
+            joint = halves(together=programs.together)
             changed = joint if is_joint or not any(joint) else changed
         if self.n_parts > 1 and not mixed:
 
@@ -407,10 +378,45 @@ class Division(NamedTuple):
             # Parts run one after the other: the state after the last one must be that of the batch.
             # Means over parts matter only between replicas.
             chain = halves(continued=continued)
+            if self.is_noisy and not any(chain):
+                strictly = functools.partial(strictly, continued=continued)
+                chain = try_doubled(strictly, batch, proof.draws)
             state_of_replicas = changed.state if self.n_replicas > 1 else ""
             rows = changed.rows or chain.rows  # Rows of the second half may read the model state.
             changed = changed._replace(rows=rows, state=state_of_replicas, chained=chain.chained)
         return mixed, changed
+
+    def _halves(self, state: tuple[PyTree, ArrayLike], proof: Proof) -> Callable[..., Difference]:
+        return functools.partial(
+            try_halves,
+            before=getattr(state[0], "model_state", ()),
+            compute=self.compute,
+            close=proof.close,
+            averages=self.averages,
+        )
+
+    def _differences(
+        self, programs: _Programs, state: tuple[PyTree, ArrayLike], batch: Batch, proof: Proof
+    ) -> Iterator[Difference]:
+        """Yields what each trial finds, of parts that do not see each other."""
+        one, _, evaluation, draws = programs
+        halves = self._halves(state, proof)
+        yield Difference(rows=try_rows(one, state, batch, all_rows=not proof.is_same_program))
+        if evaluation is not None and varies(evaluation, state, batch):
+            evaluation = None
+        steady = evaluation if proof.draws else one
+        # A program that depends on the number of rows is tried at the size that it will run at.
+        if not proof.is_same_program and steady is not None:
+            yield Difference(rows=try_parts(steady, state, batch, self._part(batch), proof.close))
+        yield halves(one, state, batch, is_noisy=self.is_noisy, draws=proof.draws)
+        if evaluation is not None:
+            yield halves(evaluation, state, batch, draws=draws)
+        if self.is_noisy:
+            # Equal halves have the statistics of the whole batch, so that BatchNorm hides nothing.
+            yield try_doubled(functools.partial(halves, one, state), batch, proof.draws)
+        if self.has_sums and steady is not None:
+            given = steady, state, batch, self.compute, proof.close
+            yield Difference(rows=try_weights(*given, is_divided=bool(self.text)))
 
     def _local(self, state: PyTree) -> PyTree:
         """Returns the state as arrays of this process; one copy if it is replicated."""

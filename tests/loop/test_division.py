@@ -435,6 +435,11 @@ def test_batchnorm_does_not_hide_a_state_beside_it(moment):
     model = ff.Model(Watched(moment), optax.sgd(0.1), "mse", strategy=FOUR["shard_map"]())
     with pytest.raises(ValueError, match="state 'Variable/scale'"):
         model.fit(X, Y, 20, verbose=0)
+    parts = ff.Model(
+        Watched(moment), optax.sgd(0.1), "mse", strategy=ff.DataParallel(ONE), accumulate=2
+    )
+    with pytest.raises(ValueError, match="state 'Variable/scale'"):
+        parts.fit(X, Y, 20, verbose=0)
     kept = ff.Model(Watched(lambda x: x.mean(0)), optax.sgd(0.1), "mse", strategy=model.strategy)
     assert np.isfinite(kept.fit(X, Y, 20, verbose=0)["loss"]).all()
 
