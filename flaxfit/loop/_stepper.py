@@ -1,6 +1,7 @@
 """Stepper: the state of a run, and `advance`, which takes its training steps."""
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -285,7 +286,10 @@ class Stepper:
         data = feed.whole()
         batch = feed.begin(batch, data)
         why_not = self._inspect(batch, data, feed.may_pad)
-        examine = None if self.task.step else lambda x: self._inspect(x, None, feed.may_pad)
+        stepper = weakref.proxy(self)  # Else a dropped loop would keep its state for a while.
+        examine = (
+            None if self.task.step else lambda x: stepper._inspect(x, None, stepper.feed.may_pad)
+        )
         feed.decide(why_not, examine)
 
     def _inspect(self, batch: Batch, data: Batch | None, may_pad: bool) -> str:
