@@ -85,12 +85,14 @@ def examine(
     evaluation = None
     if isinstance(task, TrainTask):
         evaluation = pass_of(task, with_losses=with_losses, evaluates=True)
-    gathers = task.across is not None or not task.pad or result.penalty is not None
+    adds_penalty = result.penalty is not None and result.sown is None
+    gathers = may_gather and (task.across is not None or not task.pad or adds_penalty)
     gathers = gathers or result.values is not None and not result.values.ndim
     division = Division(
         *(strategy, run, n_parts, is_noisy, _values_of(task), evaluation),
         averages=MODEL if gathers and task.objective is None else "",
         has_sums=bool(own_metrics(task)) and not isinstance(batch.weights, Mapping),
+        may_pad=may_pad,
     )
     is_asked = division.text or is_replaced or may_pad and not why_not
     # `example_grads_hook` computes examples one by one, and refuses losses that combine them.
@@ -227,6 +229,8 @@ class Division(NamedTuple):
     """The pass of a training task in evaluation mode, where its rows may be deterministic."""
     averages: str = ""
     """The owner of arrays without rows that are averaged over replicas; see `try_halves`."""
+    may_pad: bool = False
+    """Whether batches may be padded."""
     has_sums: bool = False
     """Whether user metrics return sums of a batch."""
 
@@ -266,7 +270,9 @@ class Division(NamedTuple):
         if not proof.is_independent:
             attempt = self._trial(state, batch if load is None else load(), states, proof)
             for amount in (0.0, _AMOUNT) if load is None else (0.0,):
-                found = attempt(np.float32(amount))
+                # Some devices round products of float32 to fewer bits, by the size.
+                with jax.default_matmul_precision("highest"):
+                    found = attempt(np.float32(amount))
                 if found[0] or any(found[1]):
                     break
         if self.strategy.n_processes > 1:
@@ -356,7 +362,7 @@ class Division(NamedTuple):
         axis = self.strategy.axis_name
         # The module reduces over replicas itself: only halves that see each other can agree.
         is_joint = proof.names_axis and axis is not None and self.n_parts == 1
-        found = self._differences(programs, state, batch, proof)
+        found = map(self._relevant, self._differences(programs, state, batch, proof))
         changed = next(found) if is_joint else next(filter(any, found), Difference())
         mixed = changed.rows
         strictly = functools.partial(self._halves(state, proof), programs.one, state)
@@ -386,6 +392,12 @@ class Division(NamedTuple):
             changed = changed._replace(rows=rows, state=state_of_replicas, chained=chain.chained)
         return mixed, changed
 
+    def _relevant(self, changed: Difference) -> Difference:
+        """Leaves out what only replicas, or only parts, would see."""
+        if not self.text:
+            return Difference(rows=changed.rows)
+        return changed if self.n_replicas > 1 else changed._replace(state="")
+
     def _halves(self, state: tuple[PyTree, ArrayLike], proof: Proof) -> Callable[..., Difference]:
         return functools.partial(
             try_halves,
@@ -404,19 +416,21 @@ class Division(NamedTuple):
         yield Difference(rows=try_rows(one, state, batch, all_rows=not proof.is_same_program))
         if evaluation is not None and varies(evaluation, state, batch):
             evaluation = None
-        steady = evaluation if proof.draws else one
+        steady, draws = (evaluation, draws) if proof.draws else (one, False)
         # A program that depends on the number of rows is tried at the size that it will run at.
         if not proof.is_same_program and steady is not None:
-            yield Difference(rows=try_parts(steady, state, batch, self._part(batch), proof.close))
+            given = steady, state, batch, self._part(batch), proof.close
+            yield Difference(rows=try_parts(*given, draws=draws))
         yield halves(one, state, batch, is_noisy=self.is_noisy, draws=proof.draws)
         if evaluation is not None:
-            yield halves(evaluation, state, batch, draws=draws)
+            yield halves(evaluation, state, batch, draws=programs.draws)
         if self.is_noisy:
             # Equal halves have the statistics of the whole batch, so that BatchNorm hides nothing.
             yield try_doubled(functools.partial(halves, one, state), batch, proof.draws)
         if self.has_sums and steady is not None:
             given = steady, state, batch, self.compute, proof.close
-            yield Difference(rows=try_weights(*given, is_divided=bool(self.text)))
+            is_divided = bool(self.text) and not draws
+            yield Difference(rows=try_weights(*given, may_pad=self.may_pad, is_divided=is_divided))
 
     def _local(self, state: PyTree) -> PyTree:
         """Returns the state as arrays of this process; one copy if it is replicated."""

@@ -16,10 +16,12 @@ def about_change(
     if axis is not None and n_parts == 1:
         advice += f", or reduce over the replicas in the module: jax.lax.psum(x, {axis!r})"
     if path := changed.state or changed.chained:
+        why = "neither the mean over the parts of the batch nor equal in all of them"
+        if not changed.state:
+            why = "not the one after its parts in sequence"
         return (
             f"Cannot divide a batch, with {text}: the model updates the state {path!r} to a value "
-            "that is neither the mean over the parts of the batch nor equal in all of them, so the "
-            f"result would differ from that of the whole batch. Use {advice}."
+            f"that is {why}. Use {advice}."
         )
     if changed.shared:
         return (

@@ -295,14 +295,17 @@ class EvalLoop:
         if whole is not None and not is_cut:
             check_bounds(self._collecting, whole)
 
-        def examined(batch: Batch, whole: Batch | None = None) -> tuple[str, Sums]:
-            bind, found = self.strategy.bind, self._programs.found
-            result = inspect(self.task, state, batch, whole, bind, found).shapes
+        def examined(
+            batch: Batch, whole: Batch | None = None, *, is_first: bool = False
+        ) -> tuple[str, Sums]:
+            found, options = self._programs.found, {"is_resumed": not is_first}
+            bind = self.strategy.bind
+            result = inspect(self.task, state, batch, whole, bind, found, **options).shapes
             task = for_all_outputs(self.task, result.outputs, batch)
             given = task, self.strategy, state, batch, result, found
             return examine(*given, may_pad=feed.may_pad), result.sums
 
-        why_not, sums = examined(batch, whole)
+        why_not, sums = examined(batch, whole, is_first=True)
         feed.decide(why_not, lambda batch: examined(batch)[0])
         return {name: each for name, each in sums.items() if name not in self._collecting}
 

@@ -179,7 +179,8 @@ class Feed:
             if self._examine is None or form[0] != next(iter(known))[0]:
                 return first  # It raises an error for another structure.
             why_not = self._examine(batch)
-            known[form] = first if why_not == first.why_not else make(why_not)
+            alike = (each for each in known.values() if each.why_not == why_not)
+            known[form] = next(alike, None) or make(why_not)
         return known[form]
 
     def without_padding(self, outputs: PyTree, n: int) -> PyTree:

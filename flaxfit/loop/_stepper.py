@@ -26,7 +26,7 @@ from flaxfit.state import TrainState
 from flaxfit.step import explain, explained
 from flaxfit.strategies import Strategy
 from flaxfit.task import TrainTask
-from flaxfit.tree import Data, Params, PyTree, shapes_of
+from flaxfit.tree import Data, Params, PyTree, Sums, shapes_of
 
 
 class Stepper:
@@ -263,7 +263,7 @@ class Stepper:
             given = feed.given(item)
             is_known = feed.may_pad
             why_not = feed.why_not if is_known else self._inspect(given, None, True)
-            feed.decide_given(why_not, given)
+            feed.decide_given(why_not, feed.shapes if is_known and feed.shapes else given)
         return feed.load_given(item)
 
     def expect(self, item: PyTree) -> None:
@@ -287,22 +287,28 @@ class Stepper:
         batch = feed.begin(batch, data)
         why_not = self._inspect(batch, data, feed.may_pad)
         stepper = weakref.proxy(self)  # Else a dropped loop would keep its state for a while.
-        examine = (
-            None if self.task.step else lambda x: stepper._inspect(x, None, stepper.feed.may_pad)
-        )
+        examine = None if self.task.step else lambda batch: stepper._examine(batch)
         feed.decide(why_not, examine)
+
+    def _examine(self, batch: Batch) -> str:
+        """Returns why padding a later batch, of rows of another shape, is unsafe, or ""."""
+        with self.inspecting:
+            return self._found_of(batch, None, self.feed.may_pad, is_resumed=True)[1]
+
+    def _found_of(
+        self, batch: Batch, data: Batch | None, may_pad: bool, *, is_resumed: bool
+    ) -> tuple[Sums, str]:
+        return self.inspection(
+            *(self.task, self.state, batch, data),
+            grad_norm=self.options["grad_norm"],
+            is_resumed=is_resumed,
+            may_pad=may_pad,
+        )
 
     def _inspect(self, batch: Batch, data: Batch | None, may_pad: bool) -> str:
         """Validates a batch; returns why padding is unsafe, or ""."""
-        sums, why_not = self.inspection(
-            self.task,
-            self.state,
-            batch,
-            data,
-            grad_norm=self.options["grad_norm"],
-            is_resumed=self.cursor.is_resumed,
-            may_pad=may_pad,
-        )
+        is_resumed = self.cursor.is_resumed
+        sums, why_not = self._found_of(batch, data, may_pad, is_resumed=is_resumed)
         if self.tally.expect(sums):
             self._say("the metrics changed between two checkpoints: counting starts over")
             self.reset_totals()

@@ -144,7 +144,7 @@ def _in_evaluation(task: Task) -> Task:
         # Fixed keys: random numbers that are drawn even in evaluation then hide nothing else.
         keys = jax.tree.map(lambda key: jax.random.key(0), named.get("rngs"))
         # Statistics are immutable: BatchNorm that ignores the mode raises an error.
-        mutable = subtract_filters(named.get("mutable", False), [STATISTICS])
+        mutable = subtract_filters(named.get("mutable", False), [STATISTICS]) or False
         try:
             found = measure(variables, *inputs, **{**named, "rngs": keys, "mutable": mutable})
             return with_updates(found) if mutable else (found, {})

@@ -1,5 +1,6 @@
 """Trials: compare the results of a pass over changed, shortened or divided batches."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -93,14 +94,17 @@ def varies(run: Run, state: PyTree, batch: Batch) -> bool:
     return any(_differ(a, b, _SAME) for a, b in zip(one, other, strict=True))
 
 
-def try_parts(run: Run, state: PyTree, batch: Batch, n: int, close: float = CLOSE) -> str:
+def try_parts(
+    run: Run, state: PyTree, batch: Batch, n: int, close: float = CLOSE, *, draws: bool = False
+) -> str:
     """Returns the owner of rows that differ if computed from only `n` examples at an end, or "".
 
     It takes the whole batch, for programs whose operations depend on the number of rows.
     """
     n = max(1, min(n, n_examples(batch) // 2))
     whole = _read(run(state, _picked(batch, slice(None)), 0))
-    for place in (slice(n), slice(-n, None)):
+    # Of numbers that are drawn at random, only the first ones are the same for fewer rows.
+    for place in (slice(n), slice(-n, None))[: 1 if draws else 2]:
         part = _read(run(state, _picked(batch, place), 0))
         for owner, rows in _in_order(whole):
             for a, b in zip(_arrays(rows), _arrays(part.rows[owner]), strict=True):
@@ -225,8 +229,12 @@ def try_halves(
 
 def try_doubled(halves: Callable[..., Difference], batch: Batch, draws: bool) -> Difference:
     """Applies `halves`, the `try_halves` of a pass, to a batch of two equal halves."""
-    rows = np.arange(N_ROWS) % (N_ROWS // 2) % n_examples(batch)
-    return halves(_picked(batch, rows), draws=draws, all_rows=True)
+    n_all = n_examples(batch)
+    for n in (N_ROWS, n_all // 2 * 2):  # The model may take some numbers of rows only.
+        rows = np.arange(n) % max(1, n // 2) % n_all
+        with contextlib.suppress(Exception):
+            return halves(_picked(batch, rows), draws=draws, all_rows=True)
+    return Difference()
 
 
 def _owner_of_difference(
@@ -281,12 +289,14 @@ def try_weights(
     compute: Callable[[str, PyTree], PyTree],
     close: float = CLOSE,
     *,
+    may_pad: bool,
     is_divided: bool,
 ) -> str:
     """Returns the owner of sums that count rows of weight 0, or do not add up, or "".
 
     With halves of equal weight, a mean looks like a sum: here the second half has one row of
-    nonzero weight, or none. Whether sums add up matters only to a batch that `is_divided`.
+    nonzero weight, or none. The former matters only to batches that are divided, the latter only to
+    batches that may be padded.
     """
     batch = _some_rows(run, state, batch)
     n = n_examples(batch) // 2
@@ -297,9 +307,13 @@ def try_weights(
         weights = counts if part.weights is None else product(part.weights, counts)
         return _read(run(state, part._replace(weights=weights), 0)).sums
 
-    whole, first = slice(2 * n), sums(slice(n), n)
-    none = jax.tree.map(np.zeros_like, first)
-    owner = _not_added(sums(whole, n), first, none, compute, close)
+    try:
+        whole, first = slice(2 * n), sums(slice(n), n)
+    except Exception:  # The model takes no other number of rows.
+        return ""
+    none, owner = jax.tree.map(np.zeros_like, first), ""
+    if may_pad:
+        owner = _not_added(sums(whole, n), first, none, compute, close)
     if owner or not is_divided:
         return owner
     return _not_added(sums(whole, n + 1), first, sums(slice(n, 2 * n), 1), compute, close)

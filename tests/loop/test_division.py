@@ -10,6 +10,7 @@ from flax import nnx
 from marks import slow
 
 import flaxfit as ff
+from flaxfit.step._trial import N_ROWS
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(20, 4)).astype(np.float32)
@@ -486,13 +487,58 @@ def test_sums_of_a_metric_may_be_numbers():
 
 def test_an_axis_as_long_as_the_trial_is_not_taken_for_rows():
     def stacked(w, x, _):
-        return (x @ w, jnp.stack([x.mean(0)] * 20).sum(-1)), {}
+        return (x @ w, jnp.stack([x.mean(0)] * N_ROWS).sum(-1)), {}
 
     def first(outputs, others, targets):
         return ((outputs - targets) ** 2).mean(-1)
 
     model = model_of(stacked, FOUR["shard_map"](), first)
     assert np.isfinite(model.fit(X, Y, 20, verbose=0)["loss"]).all()
+
+
+def test_a_state_that_replicas_alone_would_change_hides_nothing_else():
+    """With `accumulate` on one device a counter of rows is right, and the loss is not."""
+
+    def by_number(outputs, targets):
+        return ((outputs - targets) ** 2).mean(-1) / len(outputs)
+
+    options = {"state": {"stats": {"rows": jnp.zeros((), int)}}, "accumulate": 2}
+    model = model_of(counted, ff.DataParallel(ONE), by_number, **options)
+    with pytest.raises(ValueError, match="The loss gives each example a value that depends on"):
+        model.fit(X, Y, 20, verbose=0)
+
+
+def test_sums_may_count_all_rows_where_none_are_added():
+    model = model_of(lambda w, x, _: x @ w, FOUR["shard_map"](), metrics=[own_metric(unweighted)])
+    found = model.evaluate(X, Y, batch_size=20, verbose=0)["mine"]
+    assert found == pytest.approx(np.abs(X @ W - Y).mean(), rel=1e-5)
+
+
+def test_an_output_that_the_loss_gets_from_its_own_device_may_be_anything():
+    """The penalty is sown, so that the loss is not given the rows of all devices."""
+
+    def spread(w, x, variables):
+        return (x @ w, x.std(0)), {"losses": {"size": (x @ w).mean()}}
+
+    model = model_of(spread, FOUR["shard_map"](), lambda y, std, t: ((y - t) ** 2).mean(-1))
+    assert np.isfinite(model.fit(X, Y, 20, verbose=0)["loss"]).all()
+
+
+class Ghosts(nn.Module):
+    """BatchNorm over groups of 5 rows."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        groups = x.reshape(-1, 5, 4)
+        normalize = nn.BatchNorm(use_running_average=not train, axis=-1)
+        return nn.Dense(2)(normalize(groups).reshape(x.shape))
+
+
+@pytest.mark.parametrize("mutable", [None, ["batch_stats"]])
+def test_batchnorm_over_groups_of_rows_is_accepted(mutable):
+    task = ff.TrainTask(Ghosts(), optax.sgd(0.1), "mse", [(X, Y)], mutable=mutable)
+    loop = ff.TrainLoop(Ghosts(), task, 0, strategy=FOUR["shard_map"](), stdout=False)
+    assert np.isfinite(loop.next_step().loss)
 
 
 def residual(apply, batch, rngs):
