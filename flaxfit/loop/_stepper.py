@@ -298,6 +298,7 @@ class Stepper:
     def _found_of(
         self, batch: Batch, data: Batch | None, may_pad: bool, *, is_resumed: bool
     ) -> tuple[Sums, str]:
+        """Returns the shapes of the sums of a step, and why padding is unsafe, or ""."""
         return self.inspection(
             *(self.task, self.state, batch, data),
             grad_norm=self.options["grad_norm"],

@@ -294,9 +294,8 @@ def try_weights(
 ) -> str:
     """Returns the owner of sums that count rows of weight 0, or do not add up, or "".
 
-    With halves of equal weight, a mean looks like a sum: here the second half has one row of
-    nonzero weight, or none. The former matters only to batches that are divided, the latter only to
-    batches that may be padded.
+    If batches may be padded, a half of weight 0 must change nothing. If they are divided, the sums
+    of halves of unequal weight must add up: with equal weights, a mean looks like a sum.
     """
     batch = _some_rows(run, state, batch)
     n = n_examples(batch) // 2
