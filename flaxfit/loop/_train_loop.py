@@ -322,15 +322,16 @@ class TrainLoop:
     def _end_span(self) -> None:
         """Makes the checkpoint of the steps since the previous one, and starts a new count."""
         stepper = self._stepper
-        stepper.consistency.checkpoint(stepper.step, stepper.state)
-        checkpoint = make_checkpoint(
-            stepper, self._watch, epoch=self._epoch, stop=self._is_finishing
-        )
-        self._warn_of_loss(checkpoint)
-        stepper.interrupts.is_held = True
-        self._due = Delivery(checkpoint, self._callbacks, self._settle)
-        self._reset()
-        stepper.interrupts.release()
+        # An interrupt within an operation of JAX may leave JAX without a current trace: every later
+        # operation fails. Reading a state with random keys runs such operations.
+        with stepper.interrupts.held():
+            stepper.consistency.checkpoint(stepper.step, stepper.state)
+            checkpoint = make_checkpoint(
+                stepper, self._watch, epoch=self._epoch, stop=self._is_finishing
+            )
+            self._warn_of_loss(checkpoint)
+            self._due = Delivery(checkpoint, self._callbacks, self._settle)
+            self._reset()
 
     def _deliver(self) -> Checkpoint | None:
         """Shows the checkpoint to the callbacks; after an exception, to those still waiting."""

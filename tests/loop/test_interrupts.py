@@ -7,8 +7,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import optax
 import pytest
 
+import flaxfit as ff
 from flaxfit.loop._interrupts import Interrupts
 
 RUN = """
@@ -69,20 +72,41 @@ print("in order" if steps == sorted(set(steps)) else f"out of order: {steps}", f
 )
 def test_interrupts_at_random_moments_lose_nothing(n):
     chance = random.Random(0)
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN.replace("N:", f"{n}:")], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for i in range(n):
-        line = process.stdout.readline()
-        assert line == (f"interrupted {i}\n" if i else "ready\n")
-        wait_until = time.perf_counter() + chance.uniform(0, 0.02)
-        while time.perf_counter() < wait_until:
-            pass
-        process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    command = [sys.executable, "-c", RUN.replace("N:", f"{n}:")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for i in range(n):
+            line = process.stdout.readline()
+            assert line == (f"interrupted {i}\n" if i else "ready\n")
+            wait_until = time.perf_counter() + chance.uniform(0, 0.02)
+            while time.perf_counter() < wait_until:
+                pass
+            process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
     assert output.splitlines() == [f"interrupted {n}", "same", "in order"]
     assert process.returncode == 0
+
+
+def test_an_interrupt_while_a_checkpoint_is_made_waits_for_it():
+    computed = []
+
+    def compute(sums):
+        computed.append(loop.step)
+        if computed.count(1) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return sums["n"]
+
+    def apply(variables, x, *, rngs, mutable):
+        return x @ variables["params"], {}
+
+    rows = ff.metrics.Metric(lambda *_, weights: {"n": weights.sum()}, compute, "rows", mode="max")
+    x = np.ones((4, 2), np.float32)
+    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", [(x, x[:, 0])], metrics=[rows])
+    loop = ff.TrainLoop(lambda rngs, x: {"params": np.zeros(2, "f4")}, task, 0, stdout=False)
+    with pytest.raises(KeyboardInterrupt):
+        next(loop)
+    assert next(loop).metrics["rows"] == 4
+    assert computed.count(1) == 1
 
 
 def test_what_is_held_back_takes_effect_at_the_release():
