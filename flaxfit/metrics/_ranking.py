@@ -78,7 +78,7 @@ def _ranking(
                 )
             return metric.compute(sums)
 
-        return dataclasses.replace(metric, compute=compute, configure=configure, mode="max")
+        return dataclasses.replace(metric, compute=compute, configure=configure)
 
     return configure()
 

@@ -119,9 +119,7 @@ def _poisson_deviance(outputs: ArrayLike, targets: ArrayLike) -> Array:
     return jnp.where((targets >= 0) & (outputs > 0), values, jnp.nan)
 
 
-mean_poisson_deviance = dataclasses.replace(
-    mean(_poisson_deviance, name="mean_poisson_deviance"), mode="min"
-)
+mean_poisson_deviance = mean(_poisson_deviance, name="mean_poisson_deviance")
 """The mean of `2 (t log(t / o) - t + o)` of positive outputs and targets of at least 0.
 
 The outputs are rates, not their logarithms.
@@ -138,7 +136,7 @@ def _quantile_loss(*, quantile: float = 0.5) -> Metric:
         return jnp.maximum(quantile * above, (quantile - 1) * above)
 
     metric = mean(pinball, name="quantile_loss")
-    return Metric(metric.measure, metric.compute, metric.name, _quantile_loss, mode="min")
+    return Metric(metric.measure, metric.compute, metric.name, _quantile_loss)
 
 
 quantile_loss = _quantile_loss()
