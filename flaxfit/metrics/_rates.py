@@ -91,7 +91,7 @@ def _sums_and_value(
             warn_of(sums["doubts"], name)
             return ratio(sums["sum"], sums["n"])
         counts = counts_of(sums, name)
-        by_class = np.asarray(_ratio(fraction(counts), zero_division))
+        by_class = np.asarray(ratio(*fraction(counts), zero_division))
         occurs = counts.tp + counts.fp + counts.fn != 0
         if np.ndim(class_id) > 0:
             chosen = [
@@ -103,7 +103,7 @@ def _sums_and_value(
         if average is None:
             return by_class
         if average == "micro" or average == "auto" and top_k is not None:
-            return _ratio(fraction(micro(counts)), zero_division)
+            return ratio(*fraction(micro(counts)), zero_division)
         if average == "weighted":
             actual = counts.tp + counts.fn
             return ratio((by_class * actual).sum(), actual.sum(), by_class.sum() * 0)
@@ -112,10 +112,6 @@ def _sums_and_value(
         return by_class[occurs | multilabel].mean().item()
 
     return measure, compute
-
-
-def _ratio(fraction: tuple[ArrayLike, ArrayLike], otherwise: float) -> ArrayLike:
-    return ratio(*fraction, otherwise)
 
 
 def _checked(class_id: int, by_class: np.ndarray, name: str) -> int:
