@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flaxfit.metrics._labels import Answers, binary_answers, class_answers, floating, labels_of
+from flaxfit.losses._shared import floating
+from flaxfit.metrics._labels import Answers, binary_answers, class_answers, labels_of
 from flaxfit.metrics._metric import Metric, ratio, weighted, weights_of
 from flaxfit.metrics._validity import counted_weights, warn_of
 from flaxfit.tree import Array, ArrayLike, Sums, by_row

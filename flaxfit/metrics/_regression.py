@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.losses import _regression as losses
+from flaxfit.losses._shared import floating
 from flaxfit.metrics._accuracy import mean_of_answers
-from flaxfit.metrics._labels import Answers, floating, is_share, labels_of
+from flaxfit.metrics._labels import Answers, is_share, labels_of
 from flaxfit.metrics._metric import Metric, mean, ratio, weights_of
 from flaxfit.metrics._moments import moments, spread, squares
 from flaxfit.tree import Array, ArrayLike, Sums, whole_number
