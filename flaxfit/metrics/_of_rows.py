@@ -89,9 +89,7 @@ def _area(name: str, value: Rows) -> Metric:
         from_logits: bool = True,
         label_weights: Sequence[float] | None = None,
     ) -> Metric:
-        ranked = Ranked(
-            name, average, multi_class, multilabel, from_logits, label_weights
-        ).checked()
+        ranked = Ranked(name, average, multi_class, multilabel, from_logits, label_weights)
         return _by_column(ranked, value, configure, ranked.averaged)
 
     return configure()
