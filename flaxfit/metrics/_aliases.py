@@ -51,12 +51,8 @@ _BY_METRIC = {
     "ssim": "structural_similarity",
 }
 _AVERAGES = ("binary", "macro", "micro", "weighted", "samples")
-_METRICS = {alias: name for name, aliases in _BY_METRIC.items() for alias in aliases.split()}
-
-
-def aliases() -> dict[str, str]:
-    """Returns the name of each metric by its other names."""
-    return dict(_METRICS)
+ALIASES = {alias: name for name, aliases in _BY_METRIC.items() for alias in aliases.split()}
+"""The name of each metric by its other names."""
 
 
 def known_as(name: str) -> str:
@@ -67,10 +63,10 @@ def known_as(name: str) -> str:
     """
     if name != name.lower():
         name = _as_function(name)
-    if name in _METRICS:
-        return _METRICS[name]
+    if name in ALIASES:
+        return ALIASES[name]
     stem, _, last = name.rpartition("_")
-    return f"{_METRICS[stem]}_{last}" if stem in _METRICS and last in _AVERAGES else name
+    return f"{ALIASES[stem]}_{last}" if stem in ALIASES and last in _AVERAGES else name
 
 
 def _as_function(name: str) -> str:

@@ -27,7 +27,7 @@ from flaxfit.metrics._adapter import (
     is_metric_class,
     members_of,
 )
-from flaxfit.metrics._aliases import aliases, known_as
+from flaxfit.metrics._aliases import ALIASES, known_as
 from flaxfit.metrics._auc import auc
 from flaxfit.metrics._collected import collected
 from flaxfit.metrics._collecting_classes import is_collecting_class
@@ -210,7 +210,7 @@ def _by_name(given: str) -> Metric:
             f"The metric {given!r} needs a function (outputs, targets) -> values: "
             f"flaxfit.metrics.{name}(f)."
         )
-    known = [*_BUILT_IN, *aliases(), "top_5", "confusion_matrix"]
+    known = [*_BUILT_IN, *ALIASES, "top_5", "confusion_matrix"]
     nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
     if not nearest and (stem := name.lower().partition("_")[0]) in _BUILT_IN:
         nearest = [stem]  # The average may be misspelled, as in "f1_wieghted".
