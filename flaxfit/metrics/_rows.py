@@ -45,16 +45,17 @@ def value_of(
     arguments, weights = jax.tree.map(np.asarray, (rows["arguments"], rows["weights"]))
     if not len(weights):
         return math.nan
-    if takes_weights:
-        return _as_values(name, f(*arguments, weights=weights))
-    if np.any(weights != 1):
+    if not takes_weights and np.any(weights != 1):
         warnings.warn(
             f"The data has weights, but the metric {name!r} takes none: it leaves out examples of "
             "weight 0 and counts all others equally. The function of collected(f) receives the "
             "weights if it has a parameter `weights`.",
             stacklevel=3,
         )
-    return _as_values(name, f(*arguments))
+    value = f(*arguments, weights=weights) if takes_weights else f(*arguments)
+    if isinstance(value, Mapping):
+        return {str(key): _as_number(f"{name}[{key!r}]", each) for key, each in value.items()}
+    return _as_number(str(name), value)
 
 
 def values_by_name(name: str, metric: Metric, value: Any) -> dict[str, Any]:
@@ -81,12 +82,6 @@ def check_values(found: Mapping[str, Any], others: Mapping[str, Any], name: str)
                 "metric. Return another key, or name the metric in a mapping, such as "
                 "metrics={'all': collected(f)}, for 'all_" + key + "'."
             )
-
-
-def _as_values(name: str | None, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _as_number(f"{name}[{key!r}]", each) for key, each in value.items()}
-    return _as_number(str(name), value)
 
 
 def _as_number(name: str, value: Any) -> Any:
