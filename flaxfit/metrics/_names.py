@@ -20,7 +20,6 @@ from flaxfit.metrics import (
     _regression,
     _text,
 )
-from flaxfit.metrics._accuracy import top_k
 from flaxfit.metrics._adapter import (
     from_metric_class,
     is_collection_class,
@@ -28,7 +27,6 @@ from flaxfit.metrics._adapter import (
     members_of,
 )
 from flaxfit.metrics._aliases import ALIASES, known_as
-from flaxfit.metrics._auc import auc
 from flaxfit.metrics._collected import collected
 from flaxfit.metrics._collecting_classes import is_collecting_class
 from flaxfit.metrics._confusion import confusion_matrix
@@ -40,7 +38,6 @@ from flaxfit.metrics._nnx_metrics import (
     is_nnx_metric,
     members_of_multi,
 )
-from flaxfit.metrics._ranking import mrr, ndcg, precision_at_k, recall_at_k
 from flaxfit.tree import Array, Function, PyTree, Sums, check_order
 
 _MODULES = (_accuracy, _agreement, _rates, _probabilities, _regression, _correlations)
@@ -52,7 +49,7 @@ _BUILT_IN = {
     if isinstance(metric, Metric)
 }
 _AVERAGE = re.compile(r"(.+)_(binary|macro|micro|weighted|samples)")
-_RANKINGS = {"ndcg": ndcg, "mrr": mrr, "precision": precision_at_k, "recall": recall_at_k}
+_RANKINGS = {"precision": "precision_at_k", "recall": "recall_at_k"}
 _AT_K = re.compile(r"(ndcg|mrr|precision|recall)(?:_at_|@|_)(\d+)")
 _AUC = re.compile(r"(?:roc_)?auc_(ovr|ovo)(_weighted)?")
 _NEGATED = re.compile(r"neg_(.*(?:error|loss|deviance|brier_score))")
@@ -181,18 +178,19 @@ def on(arguments: Callable[..., tuple[PyTree, ...]], metric: MetricLike) -> Metr
 def _by_name(given: str) -> Metric:
     name = known_as(given)
     if match := _TOP.fullmatch(name):
-        return top_k(int(match[1]))
+        return _accuracy.top_k(int(match[1]))
     if name == "confusion_matrix":
         return confusion_matrix()
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     if match := _AT_K.fullmatch(name):
-        return _RANKINGS[match[1]](k=int(match[2]), name=name)
+        ranking = _BUILT_IN[_RANKINGS.get(match[1], match[1])]
+        return ranking(k=int(match[2]), name=name)
     if (match := _AVERAGE.fullmatch(name)) and match[1] in _BUILT_IN:
         return _BUILT_IN[match[1]](average=match[2], name=name)
     if match := _AUC.fullmatch(name):
         average = "weighted" if match[2] else "macro"
-        return auc(multi_class=match[1], average=average, name=name)
+        return _BUILT_IN["auc"](multi_class=match[1], average=average, name=name)
     for loss in (given, name):
         if is_loss(loss):
             return mean(resolve(loss), name=given)
