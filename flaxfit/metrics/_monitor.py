@@ -151,11 +151,7 @@ class Monitor:
         self._modes: Modes = {}
 
     def attach(self, loop: Any, callback: object) -> None:
-        """Checks, before the first step, that a callback of a loop can monitor the metric.
-
-        Raises:
-          ValueError: no checkpoint will have the metric, or its better values are not known.
-        """
+        """Checks, before the first step, that a callback of a loop can monitor the metric."""
         self._modes, is_complete = _metrics_before(loop, callback)
         self.was_seen = self.name in self._modes
         if is_complete and not (self.was_seen or _may_come(self.name, self._modes)):

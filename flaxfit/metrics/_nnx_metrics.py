@@ -37,11 +37,7 @@ def members_of_multi(metrics: Any) -> dict[str, Any]:
 
 
 def from_nnx_metric(metric: Any) -> Metric:
-    """Makes a `Metric` of an `nnx.metrics.Accuracy`, with weights; the object is not updated.
-
-    Raises:
-      TypeError: it is another metric of NNX.
-    """
+    """Makes a `Metric` of an `nnx.metrics.Accuracy`, which is not updated, and rejects others."""
     from flax.nnx import metrics as nnx_metrics
 
     kind = metric if isinstance(metric, type) else type(metric)
