@@ -25,15 +25,17 @@ _LOWER = re.compile(
     r"|zero_one_loss|mean_poisson_deviance|mse|r?msle|mae|rmse|s?mape|max_error|median_absolute_error|quantile_loss|wer|cer"
 )
 _AVERAGED = re.compile(r"(.+)_(binary|macro|micro|weighted|samples|at_\d+)")
-# What a loop may report besides its loss and the metrics of the task.
-_MAY_BE_THERE = (
+RESERVED = (
+    "loss",
     "grad_norm",
     "hooked_grad_norm",
-    "learning_rate",
-    "param_norm",
     "penalty",
     "skipped_steps",
+    "learning_rate",
 )
+"""The names under which a loop reports its own numbers."""
+# What a loop may report besides its loss and the metrics of the task.
+_MAY_BE_THERE = {*RESERVED, "param_norm"} - {"loss"}
 
 Modes = Mapping[str, str | None]
 """The direction of each metric by name: "min", "max", or None if unknown."""

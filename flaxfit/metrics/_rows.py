@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.metrics._metric import RESERVED, Metric
+from flaxfit.metrics._metric import Metric
+from flaxfit.metrics._monitor import RESERVED
 from flaxfit.tree import Array, ArrayLike, Function, PyTree, Sums, flat
 
 MAX_ROWS = 1_000_000
