@@ -78,11 +78,7 @@ def known_mode(name: str, modes: Modes | None = None) -> str | None:
 
 
 def resolve_mode(name: str, mode: str = "auto", modes: Modes | None = None) -> str:
-    """Returns the given mode, "min" or "max", or for "auto" the direction of the metric.
-
-    Raises:
-      ValueError: mode is "auto", and the direction of the metric is unknown.
-    """
+    """Returns the given mode, "min" or "max", or for "auto" the known direction of the metric."""
     check_mode(mode)
     found = known_mode(name, modes) if mode == "auto" else mode
     if found is None:

@@ -18,11 +18,7 @@ MAX_ROWS = 1_000_000
 
 
 def rows_of(name: str | None, arguments: PyTree, weights: Array | None) -> Sums:
-    """Returns the rows of a batch that a metric collects, with the weights of its examples.
-
-    Raises:
-      ValueError: an array has no row for each example.
-    """
+    """Returns the rows of a batch that a metric collects, with the weights of its examples."""
     leaves = flat(arguments)
     n = len(next(iter(leaves.values())) if weights is None else weights)
     for path, leaf in leaves.items():
@@ -38,11 +34,7 @@ def rows_of(name: str | None, arguments: PyTree, weights: Array | None) -> Sums:
 def value_of(
     name: str | None, f: Function, rows: Sums, *, takes_weights: bool = False
 ) -> ArrayLike | dict[str, ArrayLike]:
-    """Returns the value, or values by name, of a function of collected rows; NaN without rows.
-
-    Raises:
-      TypeError: it returned anything else.
-    """
+    """Returns the value, or values by name, of a function of collected rows; NaN without rows."""
     arguments, weights = jax.tree.map(np.asarray, (rows["arguments"], rows["weights"]))
     if not len(weights):
         return math.nan
