@@ -20,6 +20,7 @@ from flaxfit.metrics import (
     _regression,
     _text,
 )
+from flaxfit.metrics._accuracy import top_k
 from flaxfit.metrics._adapter import (
     from_metric_class,
     is_collection_class,
@@ -178,7 +179,7 @@ def on(arguments: Callable[..., tuple[PyTree, ...]], metric: MetricLike) -> Metr
 def _by_name(given: str) -> Metric:
     name = known_as(given)
     if match := _TOP.fullmatch(name):
-        return _accuracy.top_k(int(match[1]))
+        return top_k(int(match[1]))
     if name == "confusion_matrix":
         return confusion_matrix()
     if name in _BUILT_IN:
