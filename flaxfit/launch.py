@@ -116,7 +116,8 @@ def _wait(
                 continue
             del running[index]
             if code:
-                _say(f"process {index} has ended with code {code}{_name(code)}")
+                name = f" ({signal.Signals(-code).name})" if code < 0 else ""
+                _say(f"process {index} has ended with code {code}{name}")
                 first = first or (128 - code if code < 0 else code)
                 deadline = min(deadline, time.monotonic() + options.grace)
         new_signals = signals[n_passed_on:]
@@ -149,10 +150,6 @@ def _show(index: int, output: IO[bytes]) -> None:
         for line in output:
             sys.stdout.write(f"[{index}] {line.decode(errors='replace').rstrip()}\n")
             sys.stdout.flush()
-
-
-def _name(code: int) -> str:
-    return f" ({signal.Signals(-code).name})" if code < 0 else ""
 
 
 def _free_port() -> int:

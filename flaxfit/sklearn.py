@@ -16,6 +16,7 @@ from flaxfit import display, losses, model, strategies
 from flaxfit.tree import ArrayLike, LossFn
 
 try:
+    from scipy.special import softmax
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets
@@ -181,8 +182,7 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
         (2, 3)
         """
         logits = self._outputs(X).astype(np.float64)
-        odds = np.exp(logits - logits.max(-1, keepdims=True))
-        return odds / odds.sum(-1, keepdims=True)
+        return softmax(logits, axis=-1)
 
     def predict(self, X: ArrayLike) -> np.ndarray:
         """Returns the most probable classes.

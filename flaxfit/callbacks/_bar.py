@@ -15,13 +15,6 @@ class Bar(tqdm):
     """A bar without tqdm's monitor thread: it is redrawn only on request."""
 
     monitor_interval = 0
-    _text = ""
-
-    def __str__(self) -> str:
-        # tqdm redraws the bar below each line, and formatting is slower than drawing.
-        if not self._text:
-            self._text = super().__str__()
-        return self._text
 
 
 class CellBar(Bar):
@@ -72,5 +65,5 @@ def draw(
     text = display.printable(line, stream)
     text = text.replace("{", "{{").replace("}", "}}")
     bar.bar_format = f"{label}  {{bar:{n_cells}}}  {text}" if total else f"{label}  {text}"
-    bar.n, bar.total, bar._text = n if total is None else min(n, total), total, ""
+    bar.n, bar.total = n if total is None else min(n, total), total
     bar.refresh()

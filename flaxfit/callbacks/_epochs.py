@@ -22,12 +22,7 @@ class Epochs:
         self._on_begin: Callable[[int], object] | None = None
 
     def attach(self, loop: Loop, on_begin: Callable[[int], object] | None = None) -> None:
-        """Starts to count from the first epoch of a loop.
-
-        Args:
-          loop: the loop.
-          on_begin: called with the index of each epoch before its first step.
-        """
+        """Counts from a loop's first epoch; `on_begin(epoch)` is called before its first step."""
         self._loop, self._on_begin = loop, on_begin
         self._first, self._n_begun, self._begun_at = first_epoch(loop), 0, None
         loop.on.before_span.append(self._begin)

@@ -23,13 +23,6 @@ class Projector:
     >>> projector.check(Path("logs"), params)
     >>> {name: table.shape for name, table in projector.tables(params).items()}
     {'embed': (2, 3)}
-
-    Args:
-      every: n, to write at every n-th checkpoint; 0: never.
-      metadata: labels for all tables, or labels by path of the layer.
-
-    Raises:
-      ValueError: there are labels, and `every` is 0.
     """
 
     def __init__(self, every: int, metadata: Metadata | Mapping[str, Metadata] | None):
@@ -51,9 +44,6 @@ class Projector:
         """Checks that there are tables, and a label for each row.
 
         A label file is read if it already exists in the event folder.
-
-        Raises:
-          ValueError: there are no tables, or the labels do not fit.
         """
         tables = self.tables(params)
         if not tables:

@@ -7,11 +7,7 @@ from flaxfit.optim._hyperparams import group_name, in_group, learning_rates, sch
 
 
 def take_rates(loop: Loop, group: str | int | None, owner: str) -> None:
-    """Checks that a callback can set the rates, and makes later changes need no compilation.
-
-    Raises:
-      ValueError: the optimizer has a schedule, or a rate that cannot be determined.
-    """
+    """Checks that a callback can set the rates, and makes later changes need no compilation."""
     found = rates_of(loop, group, owner)
     chosen = None if group is None else _group(loop, group)
     if "learning_rate" in scheduled(loop.state_in_place.opt_state, chosen):

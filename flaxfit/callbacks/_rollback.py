@@ -122,10 +122,8 @@ def _to_host(state: TrainState) -> TrainState:
     """Copies the state to NumPy; random keys stay JAX arrays, as NumPy has none."""
 
     def copied(x: Array) -> Array:
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return np.array(x)
-        data = jnp.array(jax.random.key_data(x), copy=True)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jnp.copy(x) if is_key else np.array(x)
 
     return jax.tree.map(copied, state)
 

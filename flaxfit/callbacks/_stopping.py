@@ -119,10 +119,10 @@ class EarlyStopping:
         if value is None or self._n_seen <= self._start_from - first_epoch(self._loop):
             return checkpoint
         self._n_waited += 1
-        if self._is_better(value, self.best_value):
+        if self._monitor.is_better(value, self.best_value, self._min_delta):
             self.best_value, self.best_step = value, checkpoint.step
             self._best_seen = self._n_seen
-            if self._baseline is None or self._is_better(value, self._baseline):
+            if self._monitor.is_better(value, self._baseline, self._min_delta):
                 self._n_waited = 0
             if self.restore_best and checkpoint.state is not None:
                 names = _WEIGHTS if has_average(checkpoint.state) else _WEIGHTS[:2]
@@ -168,9 +168,6 @@ class EarlyStopping:
     @property
     def _counts_epochs(self) -> bool:
         return self._loop is not None and self._loop.fit_call is not None
-
-    def _is_better(self, value: float, best: float | None) -> bool:
-        return self._monitor.is_better(value, best, self._min_delta)
 
     def close(self) -> None:
         """Restores the best weights, once each time training ends."""

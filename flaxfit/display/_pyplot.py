@@ -4,11 +4,7 @@ from typing import Any
 
 
 def pyplot(otherwise: str = "") -> Any:
-    """Returns the module `matplotlib.pyplot`, imported when it is needed and not before.
-
-    Raises:
-      ImportError: it is not installed; `otherwise` is what serves without it.
-    """
+    """Imports `matplotlib.pyplot`; where it is missing, names what serves `otherwise`."""
     try:
         from matplotlib import pyplot as module
     except ImportError as error:

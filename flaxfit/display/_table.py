@@ -28,10 +28,6 @@ class Table:
     ...     print(line)
     epoch     time     loss  val_loss
      1/10   482 ms   1.7632    0.8611
-
-    Args:
-      unit: the title of the first column.
-      expected: metrics that later rows may have.
     """
 
     def __init__(self, unit: str, expected: Iterable[str] = ()):
@@ -54,14 +50,7 @@ class Table:
     ) -> list[str]:
         """Returns the line of a checkpoint, after a header if one is due.
 
-        Args:
-          label: the place of the checkpoint.
-          seconds: the time that it took.
-          metrics: its metrics, single numbers.
-          best: the metric that has its best value so far.
-          monitor: the metric whose column is left out last.
-          width: the width of the terminal; None: any.
-          colour: whether to paint the best value green and validation metrics dim.
+        The metric `best` is marked; the column of `monitor` is the last one to be left out.
         """
         new = [name for name in metrics if name not in self._names]
         if new or not self._names:

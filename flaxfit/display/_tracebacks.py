@@ -41,13 +41,7 @@ def short_errors(function: F) -> F:
 
 
 def show_one_line(error: KeyboardInterrupt, notice: str, *, is_shown: bool) -> None:
-    """Makes an uncaught interrupt print a line instead of a traceback.
-
-    Args:
-      error: the interrupt.
-      notice: the line, which becomes its message.
-      is_shown: whether the line is on the screen already.
-    """
+    """Makes an uncaught interrupt print a line, unless that is shown, instead of a traceback."""
     error.args = (notice,)
     if _shows_all():
         return

@@ -37,11 +37,7 @@ ALIASES = {**OF_CLASSES, **OF_FUNCTIONS, **SHORT, **{n.lower(): own for n, own i
 
 
 def refuse_keras(loss: PyTree, known: Mapping[str, LossFn]) -> None:
-    """Rejects a Keras loss, which takes the targets first, and names the one among `known`.
-
-    Raises:
-      TypeError: it is an object, a class or a function of Keras that has a counterpart.
-    """
+    """Rejects a Keras loss, which takes the targets first, and names the one among `known`."""
     kind = loss if inspect.isclass(loss) or inspect.isfunction(loss) else type(loss)
     if str(kind.__module__).partition(".")[0] not in ("keras", "tf_keras"):
         return

@@ -1,6 +1,5 @@
 """Accuracy and its relatives: how often the outputs name the correct class."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flaxfit.metrics._labels import Answers, binary_answers, class_answers, floating, labels_of
+from flaxfit.losses._shared import floating
+from flaxfit.metrics._labels import Answers, binary_answers, class_answers, labels_of
 from flaxfit.metrics._metric import Metric, ratio, weighted, weights_of
 from flaxfit.metrics._validity import counted_weights, warn_of
 from flaxfit.tree import Array, ArrayLike, Sums, by_row
@@ -49,16 +49,14 @@ def _mean_by_threshold(
     name: str,
     answers_of: Callable[..., Answers],
     values: Callable[[Answers], jax.Array] = _is_right,
-    mode: str = "max",
 ) -> Metric:
     def configure(*, threshold: float | None = None, from_logits: bool = True) -> Metric:
         def answers(outputs: Array, targets: Array) -> Answers:
             return answers_of(outputs, targets, threshold=threshold, from_logits=from_logits)
 
-        metric = mean_of_answers(
+        return mean_of_answers(
             values, answers, name=name, configure=configure, from_logits=from_logits
         )
-        return dataclasses.replace(metric, mode=mode)
 
     return configure()
 
@@ -85,13 +83,12 @@ hamming_loss = _mean_by_threshold(
     "hamming_loss",
     functools.partial(binary_answers, name="hamming_loss"),
     lambda answers: ~_is_right(answers),
-    "min",
 )
 """The fraction of wrong answers to several yes-or-no questions: 1 - `binary_accuracy`."""
 
 
 zero_one_loss = _mean_by_threshold(
-    "zero_one_loss", class_answers, lambda answers: ~_is_right(answers), "min"
+    "zero_one_loss", class_answers, lambda answers: ~_is_right(answers)
 )
 """The fraction of wrong predictions: 1 - `accuracy`, with the same options."""
 

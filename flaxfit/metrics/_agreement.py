@@ -15,15 +15,13 @@ from flaxfit.metrics._validity import warn_of
 from flaxfit.tree import Array, ArrayLike, Sums
 
 
-def _of_counts(
-    name: str, value: Callable[[Counts], ArrayLike], mode: str | None = "max", **options: Any
-) -> Metric:
+def _of_counts(name: str, value: Callable[[Counts], ArrayLike], **options: Any) -> Metric:
     count = count_answers(name, **options)
 
     def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
         return count(outputs, targets, weights)[2]
 
-    return Metric(measure, lambda sums: value(counts_of(sums, name)), name, mode=mode)
+    return Metric(measure, lambda sums: value(counts_of(sums, name)), name)
 
 
 def _agreement(name: str, value: Callable[[Counts], ArrayLike]) -> Metric:
@@ -98,7 +96,7 @@ def _kappa(
         return 1 - ratio((costs * matrix).sum(), (costs * by_chance).sum())
 
     matrix = confusion_matrix(threshold=threshold, from_logits=from_logits)
-    return Metric(matrix.measure, compute, name, _kappa, mode="max")
+    return Metric(matrix.measure, compute, name, _kappa)
 
 
 def _unweighted_kappa(counts: Counts) -> ArrayLike:
@@ -142,14 +140,12 @@ With `class_id=[1]` it is the IoU of "yes".
 """
 
 
-def _number_of(part: str, mode: str) -> Metric:
+def _number_of(name: str, part: str) -> Metric:
     """Makes a metric that counts, by weight: see `precision` for its options.
 
     Of two classes it counts class 1; of more, or of several labels, all of them together. With
     `average=None` it is an array, by class.
     """
-    names = {"tp": "true_positives", "fp": "false_positives"}
-    name = (names | {"tn": "true_negatives", "fn": "false_negatives"})[part]
 
     def configure(
         *,
@@ -172,20 +168,20 @@ def _number_of(part: str, mode: str) -> Metric:
             return by_class[1].item() if is_binary else by_class.sum().item()
 
         options = {"from_logits": from_logits, "multilabel": multilabel, "class_id": class_id}
-        make = functools.partial(_of_counts, name, value, mode, **options)
+        make = functools.partial(_of_counts, name, value, **options)
         return by_thresholds(lambda one: make(threshold=one), threshold, configure)
 
     return configure()
 
 
-true_positives = _number_of("tp", "max")
+true_positives = _number_of("true_positives", "tp")
 """The weight of the elements that have the label and are predicted to have it."""
 
-false_positives = _number_of("fp", "min")
+false_positives = _number_of("false_positives", "fp")
 """The weight of the elements that lack the label and are predicted to have it."""
 
-true_negatives = _number_of("tn", "max")
+true_negatives = _number_of("true_negatives", "tn")
 """The weight of the elements that lack the label and are predicted to lack it."""
 
-false_negatives = _number_of("fn", "min")
+false_negatives = _number_of("false_negatives", "fn")
 """The weight of the elements that have the label and are predicted to lack it."""

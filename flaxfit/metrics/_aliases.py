@@ -51,12 +51,8 @@ _BY_METRIC = {
     "ssim": "structural_similarity",
 }
 _AVERAGES = ("binary", "macro", "micro", "weighted", "samples")
-_METRICS = {alias: name for name, aliases in _BY_METRIC.items() for alias in aliases.split()}
-
-
-def aliases() -> dict[str, str]:
-    """Returns the name of each metric by its other names."""
-    return dict(_METRICS)
+ALIASES = {alias: name for name, aliases in _BY_METRIC.items() for alias in aliases.split()}
+"""The name of each metric by its other names."""
 
 
 def known_as(name: str) -> str:
@@ -65,15 +61,10 @@ def known_as(name: str) -> str:
     >>> known_as("SparseCategoricalAccuracy"), known_as("MeanIoU"), known_as("jaccard_macro")
     ('accuracy', 'mean_iou', 'iou_macro')
     """
-    if name != name.lower():
-        name = _as_function(name)
-    if name in _METRICS:
-        return _METRICS[name]
+    if name != name.lower():  # A class: its function, as Keras names it.
+        name = re.sub("(.)([A-Z][a-z0-9]+)", r"\1_\2", name)
+        name = re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+    if name in ALIASES:
+        return ALIASES[name]
     stem, _, last = name.rpartition("_")
-    return f"{_METRICS[stem]}_{last}" if stem in _METRICS and last in _AVERAGES else name
-
-
-def _as_function(name: str) -> str:
-    """Converts a class name to a function name, as Keras does."""
-    name = re.sub("(.)([A-Z][a-z0-9]+)", r"\1_\2", name)
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+    return f"{ALIASES[stem]}_{last}" if stem in ALIASES and last in _AVERAGES else name

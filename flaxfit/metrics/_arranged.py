@@ -7,14 +7,7 @@ from flaxfit.tree import Array, Function, Sums
 
 
 def arranged(measure: Function, name: str, num_classes: int | None, axis: int) -> Function:
-    """Measures predicted labels as scores, and scores whose classes are on another axis.
-
-    Args:
-      measure: `(outputs, targets, weights=None) -> sums`.
-      name: the name of the metric, for messages.
-      num_classes: the number of classes; None: the size of the axis.
-      axis: the axis of the classes.
-    """
+    """Measures predicted labels as scores, and scores whose classes are on another axis."""
     if num_classes is None and axis == -1:
         return measure
     if num_classes is not None and num_classes < 1:

@@ -33,7 +33,7 @@ def _auc(
     if n_bins < 2:
         raise ValueError(f"The metric 'auc' needs at least 2 bins, got n_bins={n_bins}.")
     n_rows = -(-n_bins // 128)
-    ranked = Ranked("auc", average, multi_class, multilabel, from_logits, label_weights).checked()
+    ranked = Ranked("auc", average, multi_class, multilabel, from_logits, label_weights)
 
     def counted(scores: jax.Array, actual: jax.Array, weights: jax.Array) -> jax.Array:
         places, signs, n_cells = _places(_ordered(scores), n_rows)

@@ -24,7 +24,7 @@ def _explained_variance() -> Metric:
         otherwise = np.where(errors == 0, 0.0, np.where(np.isnan(errors), np.nan, 1.0))
         return float(np.mean(1 - np.asarray(ratio(errors, total, otherwise))))
 
-    return Metric(measure, compute, "explained_variance", mode="max")
+    return Metric(measure, compute, "explained_variance")
 
 
 explained_variance = _explained_variance()
@@ -49,7 +49,7 @@ def _correlation(name: str, of_spreads: Function) -> Metric:
 
     def configure(*, axis: int = 0) -> Metric:
         if axis == 0:
-            return Metric(measure, compute, name, configure, mode="max")
+            return Metric(measure, compute, name, configure)
 
         def values(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
             rows = [jnp.moveaxis(each, axis, -1) for each in check_numbers(outputs, targets)]
@@ -63,7 +63,7 @@ def _correlation(name: str, of_spreads: Function) -> Metric:
             top, bottom = of_spreads(*((a * b).mean(-1) for a, b in pairs))
             return top / bottom
 
-        return dataclasses.replace(mean(values, name=name), mode="max", configure=configure)
+        return dataclasses.replace(mean(values, name=name), configure=configure)
 
     return configure()
 

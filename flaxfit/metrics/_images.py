@@ -17,7 +17,7 @@ def _psnr(*, max_val: float = 1.0) -> Metric:
         errors = jnp.square(outputs - targets).reshape(len(outputs), -1).mean(1)
         return 10 * jnp.log10(max_val**2 / errors)
 
-    return dataclasses.replace(mean(values, name="psnr"), configure=_psnr, mode="max")
+    return dataclasses.replace(mean(values, name="psnr"), configure=_psnr)
 
 
 psnr = _psnr()
@@ -54,7 +54,7 @@ def _ssim(*, max_val: float = 1.0, size: int = 11, sigma: float = 1.5) -> Metric
         found /= (mean_a**2 + mean_b**2 + first) * (spreads + second)
         return found.reshape(len(a), -1).mean(1)
 
-    return dataclasses.replace(mean(values, name="ssim"), configure=_ssim, mode="max")
+    return dataclasses.replace(mean(values, name="ssim"), configure=_ssim)
 
 
 ssim = _ssim()

@@ -12,11 +12,7 @@ _TOP_K = ("TopKCategoricalAccuracy", "SparseTopKCategoricalAccuracy")
 
 
 def refuse_keras(metric: object, known: Callable[[str], object]) -> None:
-    """Rejects a Keras metric, class or object, and names the counterpart that `known` finds.
-
-    Raises:
-      TypeError: it is a Keras metric with a counterpart.
-    """
+    """Rejects a Keras metric, class or object, and names the counterpart that `known` finds."""
     kind = metric if inspect.isclass(metric) else type(metric)
     of_keras = str(kind.__module__).partition(".")[0] in ("keras", "tf_keras")
     if not of_keras or not hasattr(kind, "update_state"):

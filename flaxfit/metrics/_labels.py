@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.losses._crossentropy import not_a_class
+from flaxfit.losses._shared import floating
 from flaxfit.tree import Array, ArrayLike
 
 _SEVERAL = (
@@ -166,12 +167,6 @@ def is_share(values: ArrayLike) -> jax.Array:
     """Returns whether each value lies in [0, 1], like labels and probabilities."""
     values = floating(values)
     return (values >= 0) & (values <= 1)
-
-
-def floating(array: ArrayLike) -> jax.Array:
-    """Casts to single precision or more."""
-    array = jnp.asarray(array)
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
 def _is_single_score(outputs: jax.Array, targets: jax.Array) -> bool:

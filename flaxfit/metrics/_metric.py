@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.metrics._monitor import mode_of
+from flaxfit.metrics._monitor import RESERVED, mode_of
 from flaxfit.tree import (
     Array,
     ArrayLike,
@@ -19,16 +19,6 @@ from flaxfit.tree import (
     joined_weights,
     parameters,
 )
-
-RESERVED = (
-    "loss",
-    "grad_norm",
-    "hooked_grad_norm",
-    "penalty",
-    "skipped_steps",
-    "learning_rate",
-)
-"""The names under which a loop reports its own numbers."""
 
 
 def why_taken(name: str) -> str:

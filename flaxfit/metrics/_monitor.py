@@ -25,15 +25,17 @@ _LOWER = re.compile(
     r"|zero_one_loss|mean_poisson_deviance|mse|r?msle|mae|rmse|s?mape|max_error|median_absolute_error|quantile_loss|wer|cer"
 )
 _AVERAGED = re.compile(r"(.+)_(binary|macro|micro|weighted|samples|at_\d+)")
-# What a loop may report besides its loss and the metrics of the task.
-_MAY_BE_THERE = (
+RESERVED = (
+    "loss",
     "grad_norm",
     "hooked_grad_norm",
-    "learning_rate",
-    "param_norm",
     "penalty",
     "skipped_steps",
+    "learning_rate",
 )
+"""The names under which a loop reports its own numbers."""
+# What a loop may report besides its loss and the metrics of the task.
+_MAY_BE_THERE = {*RESERVED, "param_norm"} - {"loss"}
 
 Modes = Mapping[str, str | None]
 """The direction of each metric by name: "min", "max", or None if unknown."""
@@ -76,11 +78,7 @@ def known_mode(name: str, modes: Modes | None = None) -> str | None:
 
 
 def resolve_mode(name: str, mode: str = "auto", modes: Modes | None = None) -> str:
-    """Returns the given mode, "min" or "max", or for "auto" the direction of the metric.
-
-    Raises:
-      ValueError: mode is "auto", and the direction of the metric is unknown.
-    """
+    """Returns the given mode, "min" or "max", or for "auto" the known direction of the metric."""
     check_mode(mode)
     found = known_mode(name, modes) if mode == "auto" else mode
     if found is None:
@@ -151,11 +149,7 @@ class Monitor:
         self._modes: Modes = {}
 
     def attach(self, loop: Any, callback: object) -> None:
-        """Checks, before the first step, that a callback of a loop can monitor the metric.
-
-        Raises:
-          ValueError: no checkpoint will have the metric, or its better values are not known.
-        """
+        """Checks, before the first step, that a callback of a loop can monitor the metric."""
         self._modes, is_complete = _metrics_before(loop, callback)
         self.was_seen = self.name in self._modes
         if is_complete and not (self.was_seen or _may_come(self.name, self._modes)):

@@ -7,37 +7,30 @@ from typing import Any
 
 from flaxfit.display import short_errors
 from flaxfit.losses._names import is_loss, resolve
-from flaxfit.metrics._accuracy import (
-    accuracy,
-    binary_accuracy,
-    exact_match,
-    hamming_loss,
-    top_k,
-    zero_one_loss,
+from flaxfit.metrics import (
+    _accuracy,
+    _agreement,
+    _auc,
+    _correlations,
+    _images,
+    _of_rows,
+    _probabilities,
+    _ranking,
+    _rates,
+    _regression,
+    _text,
 )
+from flaxfit.metrics._accuracy import top_k
 from flaxfit.metrics._adapter import (
     from_metric_class,
     is_collection_class,
     is_metric_class,
     members_of,
 )
-from flaxfit.metrics._agreement import (
-    balanced_accuracy,
-    binary_iou,
-    cohen_kappa,
-    false_negatives,
-    false_positives,
-    mcc,
-    true_negatives,
-    true_positives,
-)
-from flaxfit.metrics._aliases import aliases, known_as
-from flaxfit.metrics._auc import auc
+from flaxfit.metrics._aliases import ALIASES, known_as
 from flaxfit.metrics._collected import collected
 from flaxfit.metrics._collecting_classes import is_collecting_class
 from flaxfit.metrics._confusion import confusion_matrix
-from flaxfit.metrics._correlations import concordance, explained_variance, pearson
-from flaxfit.metrics._images import psnr, ssim
 from flaxfit.metrics._keras import refuse_keras
 from flaxfit.metrics._metric import Metric, mean, why_taken
 from flaxfit.metrics._nnx_metrics import (
@@ -46,64 +39,18 @@ from flaxfit.metrics._nnx_metrics import (
     is_nnx_metric,
     members_of_multi,
 )
-from flaxfit.metrics._of_rows import (
-    average_precision,
-    d2_absolute_error,
-    d2_tweedie,
-    kendall,
-    max_error,
-    median_absolute_error,
-    pr_auc,
-    precision_at_recall,
-    recall_at_precision,
-    sensitivity_at_specificity,
-    spearman,
-    specificity_at_sensitivity,
-)
-from flaxfit.metrics._probabilities import brier, calibration_error, log_loss
-from flaxfit.metrics._ranking import mrr, ndcg, precision_at_k, recall_at_k
-from flaxfit.metrics._rates import (
-    dice,
-    f1,
-    false_negative_rate,
-    false_positive_rate,
-    fbeta,
-    iou,
-    mean_iou,
-    negative_predictive_value,
-    precision,
-    recall,
-    specificity,
-)
-from flaxfit.metrics._regression import (
-    cosine_similarity,
-    mae,
-    mean_poisson_deviance,
-    mse,
-    perplexity,
-    quantile_loss,
-    r2,
-    rmse,
-)
-from flaxfit.metrics._text import bleu, cer, rouge_1, rouge_2, rouge_l, wer
 from flaxfit.tree import Array, Function, PyTree, Sums, check_order
 
-_METRICS = (
-    *(accuracy, binary_accuracy, balanced_accuracy, hamming_loss, zero_one_loss, exact_match),
-    *(precision, recall, f1, fbeta, specificity, negative_predictive_value),
-    *(false_positive_rate, false_negative_rate, iou, mean_iou, binary_iou, dice, mcc, cohen_kappa),
-    *(true_positives, false_positives, true_negatives, false_negatives),
-    *(average_precision, pr_auc, precision_at_recall, recall_at_precision),
-    *(sensitivity_at_specificity, specificity_at_sensitivity, log_loss, brier, calibration_error),
-    *(median_absolute_error, max_error, spearman, explained_variance, pearson, concordance),
-    *(kendall, d2_absolute_error, d2_tweedie, mean_poisson_deviance),
-    *(ndcg, mrr, precision_at_k, recall_at_k, quantile_loss),
-    *(bleu, rouge_1, rouge_2, rouge_l, wer, cer, psnr, ssim),
-    *(auc, mse, mae, rmse, r2, perplexity, cosine_similarity),
-)
-_BUILT_IN = {str(metric.name): metric for metric in _METRICS}
+_MODULES = (_accuracy, _agreement, _rates, _probabilities, _regression, _correlations)
+_MODULES += (_auc, _of_rows, _ranking, _text, _images)
+_BUILT_IN = {
+    str(metric.name): metric
+    for module in _MODULES
+    for metric in vars(module).values()
+    if isinstance(metric, Metric)
+}
 _AVERAGE = re.compile(r"(.+)_(binary|macro|micro|weighted|samples)")
-_RANKINGS = {"ndcg": ndcg, "mrr": mrr, "precision": precision_at_k, "recall": recall_at_k}
+_RANKINGS = {"precision": "precision_at_k", "recall": "recall_at_k"}
 _AT_K = re.compile(r"(ndcg|mrr|precision|recall)(?:_at_|@|_)(\d+)")
 _AUC = re.compile(r"(?:roc_)?auc_(ovr|ovo)(_weighted)?")
 _NEGATED = re.compile(r"neg_(.*(?:error|loss|deviance|brier_score))")
@@ -238,12 +185,13 @@ def _by_name(given: str) -> Metric:
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     if match := _AT_K.fullmatch(name):
-        return _RANKINGS[match[1]](k=int(match[2]), name=name)
+        ranking = _BUILT_IN[_RANKINGS.get(match[1], match[1])]
+        return ranking(k=int(match[2]), name=name)
     if (match := _AVERAGE.fullmatch(name)) and match[1] in _BUILT_IN:
         return _BUILT_IN[match[1]](average=match[2], name=name)
     if match := _AUC.fullmatch(name):
         average = "weighted" if match[2] else "macro"
-        return auc(multi_class=match[1], average=average, name=name)
+        return _BUILT_IN["auc"](multi_class=match[1], average=average, name=name)
     for loss in (given, name):
         if is_loss(loss):
             return mean(resolve(loss), name=given)
@@ -261,7 +209,7 @@ def _by_name(given: str) -> Metric:
             f"The metric {given!r} needs a function (outputs, targets) -> values: "
             f"flaxfit.metrics.{name}(f)."
         )
-    known = [*_BUILT_IN, *aliases(), "top_5", "confusion_matrix"]
+    known = [*_BUILT_IN, *ALIASES, "top_5", "confusion_matrix"]
     nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
     if not nearest and (stem := name.lower().partition("_")[0]) in _BUILT_IN:
         nearest = [stem]  # The average may be misspelled, as in "f1_wieghted".

@@ -27,18 +27,17 @@ def is_multi_metric(metrics: object) -> bool:
 
 def members_of_multi(metrics: Any) -> dict[str, Any]:
     """Returns the metrics of an `nnx.MultiMetric` by name, without the mean of the loss."""
+    from flax.nnx import metrics as nnx_metrics
+
     members = {name: getattr(metrics, name) for name in metrics._metric_names}
-    if _averages_loss(members.get("loss")):
+    loss = members.get("loss")
+    if type(loss) is nnx_metrics.Average and loss.argname in ("loss", "values"):
         del members["loss"]  # The loop reports it by that name.
     return members
 
 
 def from_nnx_metric(metric: Any) -> Metric:
-    """Makes a `Metric` of an `nnx.metrics.Accuracy`, with weights; the object is not updated.
-
-    Raises:
-      TypeError: it is another metric of NNX.
-    """
+    """Makes a `Metric` of an `nnx.metrics.Accuracy`, which is not updated, and rejects others."""
     from flax.nnx import metrics as nnx_metrics
 
     kind = metric if isinstance(metric, type) else type(metric)
@@ -66,12 +65,6 @@ def from_nnx_metric(metric: Any) -> Metric:
             "returns what update adds"
         )
     raise TypeError(f"Cannot use this metric of NNX: {what}.")
-
-
-def _averages_loss(metric: Any) -> bool:
-    from flax.nnx import metrics as nnx_metrics
-
-    return type(metric) is nnx_metrics.Average and metric.argname in ("loss", "values")
 
 
 def _thresholded(threshold: float) -> Metric:

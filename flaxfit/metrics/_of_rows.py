@@ -19,9 +19,7 @@ Rows = Callable[[np.ndarray, np.ndarray, np.ndarray], ArrayLike]
 """`(outputs, targets, weights) -> value`, over the flat elements of nonzero weight."""
 
 
-def _pair(
-    name: str, prepare: Function, value: Rows, mode: str, configure: Function | None = None
-) -> Metric:
+def _pair(name: str, prepare: Function, value: Rows, configure: Function | None = None) -> Metric:
     """Makes a collected metric of the elements of `prepare(outputs, targets, weights)`."""
 
     def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
@@ -30,7 +28,7 @@ def _pair(
 
     of = functools.partial(_of_weight, value)
     compute = functools.partial(value_of, name, of, takes_weights=True)
-    return Metric(measure, compute, name, configure, mode=mode, max_rows=MAX_ROWS)
+    return Metric(measure, compute, name, configure, max_rows=MAX_ROWS)
 
 
 def _of_weight(value: Rows, outputs: Any, targets: Any, weights: Any) -> ArrayLike:
@@ -77,7 +75,7 @@ def _by_column(ranked: Ranked, value: Rows, configure: Function, reduce: Functio
         return reduce(values, (columns[1] * columns[2]).sum(1))
 
     compute = functools.partial(value_of, ranked.name, of, takes_weights=True)
-    return Metric(measure, compute, ranked.name, configure, mode="max", max_rows=MAX_ROWS)
+    return Metric(measure, compute, ranked.name, configure, max_rows=MAX_ROWS)
 
 
 def _area(name: str, value: Rows) -> Metric:
@@ -91,9 +89,7 @@ def _area(name: str, value: Rows) -> Metric:
         from_logits: bool = True,
         label_weights: Sequence[float] | None = None,
     ) -> Metric:
-        ranked = Ranked(
-            name, average, multi_class, multilabel, from_logits, label_weights
-        ).checked()
+        ranked = Ranked(name, average, multi_class, multilabel, from_logits, label_weights)
         return _by_column(ranked, value, configure, ranked.averaged)
 
     return configure()
@@ -149,7 +145,7 @@ def _best_at(name: str, best: Function, bounded: Function) -> Metric:
                 f"The metric {name!r} measures one label: with multilabel=True pass class_id=0."
             )
         if class_id is None:
-            return _pair(name, functools.partial(_scores, name), value, "max", configure)
+            return _pair(name, functools.partial(_scores, name), value, configure)
         ranked = Ranked(name, None, None if multilabel else "ovr", multilabel, from_logits)
         return _by_column(ranked, value, configure, lambda values, _: values[class_id])
 
@@ -194,10 +190,10 @@ def _median(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
     return float((errors[low] + errors[min(high, len(errors) - 1)]) / 2)
 
 
-median_absolute_error = _pair("median_absolute_error", _numbers, _median, "min")
+median_absolute_error = _pair("median_absolute_error", _numbers, _median)
 """The weighted median of the absolute errors; between two, their mean."""
 
-max_error = _pair("max_error", _numbers, lambda o, t, w: float(np.abs(o - t).max()), "min")
+max_error = _pair("max_error", _numbers, lambda o, t, w: float(np.abs(o - t).max()))
 """The largest absolute error."""
 
 
@@ -217,7 +213,7 @@ def _spearman(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
     return float((weights * away.prod(0)).sum() / np.sqrt(squares.prod()))
 
 
-spearman = _pair("spearman", _numbers, _spearman, "max")
+spearman = _pair("spearman", _numbers, _spearman)
 """Spearman's rank correlation of outputs and targets; ties get their mean rank."""
 
 
@@ -233,7 +229,7 @@ def _kendall(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
     return float(found.statistic)
 
 
-kendall = _pair("kendall", _numbers, _kendall, "max")
+kendall = _pair("kendall", _numbers, _kendall)
 """Kendall's tau-b: concordant minus discordant pairs, as a fraction corrected for ties.
 
 NaN of a constant. Examples of weight 0 are left out; other weights must be equal.
@@ -261,7 +257,7 @@ def _explained(name: str, loss: Function, center: Function, configure: Function 
         return rows_of(name, (outputs, targets), weights)
 
     compute = functools.partial(value_of, name, of, takes_weights=True)
-    return Metric(measure, compute, name, configure, mode="max", max_rows=MAX_ROWS)
+    return Metric(measure, compute, name, configure, max_rows=MAX_ROWS)
 
 
 def _weighted_median(targets: Any, weights: Any) -> ArrayLike:

@@ -34,7 +34,7 @@ def _log_loss(*, from_logits: bool = True) -> Metric:
 
     answers = functools.partial(class_answers, from_logits=from_logits)
     metric = mean_of_answers(values, answers, name="log_loss", from_logits=from_logits)
-    return dataclasses.replace(metric, configure=_log_loss, values=None, mode="min")
+    return dataclasses.replace(metric, configure=_log_loss, values=None)
 
 
 log_loss = _log_loss()
@@ -55,7 +55,7 @@ def _brier(*, from_logits: bool = True) -> Metric:
 
     answers = functools.partial(class_answers, from_logits=from_logits)
     metric = mean_of_answers(values, answers, name="brier", from_logits=from_logits)
-    return dataclasses.replace(metric, configure=_brier, values=None, mode="min")
+    return dataclasses.replace(metric, configure=_brier, values=None)
 
 
 brier = _brier()
@@ -83,7 +83,7 @@ def _calibration_error(*, n_bins: int = 15, from_logits: bool = True) -> Metric:
         weight, share, right = np.asarray(sums["bins"], np.float64)
         return float(ratio(np.abs(share - right).sum(), weight.sum()))
 
-    return Metric(measure, compute, "calibration_error", _calibration_error, mode="min")
+    return Metric(measure, compute, "calibration_error", _calibration_error)
 
 
 calibration_error = _calibration_error()

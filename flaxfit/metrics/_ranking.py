@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.metrics._labels import floating, labels_of
+from flaxfit.losses._shared import floating
+from flaxfit.metrics._labels import labels_of
 from flaxfit.metrics._metric import Metric, mean
 from flaxfit.tree import Array, ArrayLike, Sums
 
@@ -78,7 +79,7 @@ def _ranking(
                 )
             return metric.compute(sums)
 
-        return dataclasses.replace(metric, compute=compute, configure=configure, mode="max")
+        return dataclasses.replace(metric, compute=compute, configure=configure)
 
     return configure()
 

@@ -21,7 +21,7 @@ Threshold: TypeAlias = float | Sequence[float] | np.ndarray | None
 _AVERAGES = ("auto", "binary", "macro", "micro", "weighted", "samples", None)
 
 
-def _rate(name: str, fraction: Fraction, *, mode: str = "max", default: str = "auto") -> Metric:
+def _rate(name: str, fraction: Fraction, *, default: str = "auto") -> Metric:
     """Makes a metric that averages a ratio of counts over classes.
 
     The options have their meaning in scikit-learn or Keras:
@@ -62,7 +62,7 @@ def _rate(name: str, fraction: Fraction, *, mode: str = "max", default: str = "a
         def make(threshold: float | None) -> Metric:
             of = _sums_and_value(name, fraction, zero_division, threshold=threshold, **options)
             measure, compute = of
-            return Metric(arranged(measure, name, num_classes, axis), compute, name, mode=mode)
+            return Metric(arranged(measure, name, num_classes, axis), compute, name)
 
         return by_thresholds(make, threshold, configure)
 
@@ -91,7 +91,7 @@ def _sums_and_value(
             warn_of(sums["doubts"], name)
             return ratio(sums["sum"], sums["n"])
         counts = counts_of(sums, name)
-        by_class = np.asarray(_ratio(fraction(counts), zero_division))
+        by_class = np.asarray(ratio(*fraction(counts), zero_division))
         occurs = counts.tp + counts.fp + counts.fn != 0
         if np.ndim(class_id) > 0:
             chosen = [
@@ -103,7 +103,7 @@ def _sums_and_value(
         if average is None:
             return by_class
         if average == "micro" or average == "auto" and top_k is not None:
-            return _ratio(fraction(micro(counts)), zero_division)
+            return ratio(*fraction(micro(counts)), zero_division)
         if average == "weighted":
             actual = counts.tp + counts.fn
             return ratio((by_class * actual).sum(), actual.sum(), by_class.sum() * 0)
@@ -112,10 +112,6 @@ def _sums_and_value(
         return by_class[occurs | multilabel].mean().item()
 
     return measure, compute
-
-
-def _ratio(fraction: tuple[ArrayLike, ArrayLike], otherwise: float) -> ArrayLike:
-    return ratio(*fraction, otherwise)
 
 
 def _checked(class_id: int, by_class: np.ndarray, name: str) -> int:
@@ -170,7 +166,7 @@ def by_thresholds(
     def compute(sums: Sums) -> np.ndarray:
         return np.asarray([metric.compute(sums[str(i)]) for i, metric in enumerate(each)])
 
-    return Metric(measure, compute, each[0].name, configure, mode=each[0].mode)
+    return Metric(measure, compute, each[0].name, configure)
 
 
 precision = _rate("precision", lambda of: (of.tp, of.tp + of.fp))
@@ -185,10 +181,10 @@ specificity = _rate("specificity", lambda of: (of.tn, of.tn + of.fp))
 negative_predictive_value = _rate("negative_predictive_value", lambda of: (of.tn, of.tn + of.fn))
 """TN / (TN + FN): the precision of "no"."""
 
-false_positive_rate = _rate("false_positive_rate", lambda of: (of.fp, of.tn + of.fp), mode="min")
+false_positive_rate = _rate("false_positive_rate", lambda of: (of.fp, of.tn + of.fp))
 """FP / (FP + TN): 1 - specificity."""
 
-false_negative_rate = _rate("false_negative_rate", lambda of: (of.fn, of.tp + of.fn), mode="min")
+false_negative_rate = _rate("false_negative_rate", lambda of: (of.fn, of.tp + of.fn))
 """FN / (FN + TP): 1 - recall."""
 
 f1 = _rate("f1", lambda of: (2 * of.tp, 2 * of.tp + of.fp + of.fn))

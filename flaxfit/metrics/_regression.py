@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.losses import _regression as losses
+from flaxfit.losses._shared import floating
 from flaxfit.metrics._accuracy import mean_of_answers
-from flaxfit.metrics._labels import Answers, floating, is_share, labels_of
+from flaxfit.metrics._labels import Answers, is_share, labels_of
 from flaxfit.metrics._metric import Metric, mean, ratio, weights_of
 from flaxfit.metrics._moments import moments, spread, squares
 from flaxfit.tree import Array, ArrayLike, Sums, whole_number
@@ -119,9 +120,7 @@ def _poisson_deviance(outputs: ArrayLike, targets: ArrayLike) -> Array:
     return jnp.where((targets >= 0) & (outputs > 0), values, jnp.nan)
 
 
-mean_poisson_deviance = dataclasses.replace(
-    mean(_poisson_deviance, name="mean_poisson_deviance"), mode="min"
-)
+mean_poisson_deviance = mean(_poisson_deviance, name="mean_poisson_deviance")
 """The mean of `2 (t log(t / o) - t + o)` of positive outputs and targets of at least 0.
 
 The outputs are rates, not their logarithms.
@@ -138,7 +137,7 @@ def _quantile_loss(*, quantile: float = 0.5) -> Metric:
         return jnp.maximum(quantile * above, (quantile - 1) * above)
 
     metric = mean(pinball, name="quantile_loss")
-    return Metric(metric.measure, metric.compute, metric.name, _quantile_loss, mode="min")
+    return Metric(metric.measure, metric.compute, metric.name, _quantile_loss)
 
 
 quantile_loss = _quantile_loss()

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.metrics._metric import RESERVED, Metric
+from flaxfit.metrics._metric import Metric
+from flaxfit.metrics._monitor import RESERVED
 from flaxfit.tree import Array, ArrayLike, Function, PyTree, Sums, flat
 
 MAX_ROWS = 1_000_000
@@ -17,11 +18,7 @@ MAX_ROWS = 1_000_000
 
 
 def rows_of(name: str | None, arguments: PyTree, weights: Array | None) -> Sums:
-    """Returns the rows of a batch that a metric collects, with the weights of its examples.
-
-    Raises:
-      ValueError: an array has no row for each example.
-    """
+    """Returns the rows of a batch that a metric collects, with the weights of its examples."""
     leaves = flat(arguments)
     n = len(next(iter(leaves.values())) if weights is None else weights)
     for path, leaf in leaves.items():
@@ -37,24 +34,21 @@ def rows_of(name: str | None, arguments: PyTree, weights: Array | None) -> Sums:
 def value_of(
     name: str | None, f: Function, rows: Sums, *, takes_weights: bool = False
 ) -> ArrayLike | dict[str, ArrayLike]:
-    """Returns the value, or values by name, of a function of collected rows; NaN without rows.
-
-    Raises:
-      TypeError: it returned anything else.
-    """
+    """Returns the value, or values by name, of a function of collected rows; NaN without rows."""
     arguments, weights = jax.tree.map(np.asarray, (rows["arguments"], rows["weights"]))
     if not len(weights):
         return math.nan
-    if takes_weights:
-        return _as_values(name, f(*arguments, weights=weights))
-    if np.any(weights != 1):
+    if not takes_weights and np.any(weights != 1):
         warnings.warn(
             f"The data has weights, but the metric {name!r} takes none: it leaves out examples of "
             "weight 0 and counts all others equally. The function of collected(f) receives the "
             "weights if it has a parameter `weights`.",
             stacklevel=3,
         )
-    return _as_values(name, f(*arguments))
+    value = f(*arguments, weights=weights) if takes_weights else f(*arguments)
+    if isinstance(value, Mapping):
+        return {str(key): _as_number(f"{name}[{key!r}]", each) for key, each in value.items()}
+    return _as_number(str(name), value)
 
 
 def values_by_name(name: str, metric: Metric, value: Any) -> dict[str, Any]:
@@ -81,12 +75,6 @@ def check_values(found: Mapping[str, Any], others: Mapping[str, Any], name: str)
                 "metric. Return another key, or name the metric in a mapping, such as "
                 "metrics={'all': collected(f)}, for 'all_" + key + "'."
             )
-
-
-def _as_values(name: str | None, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _as_number(f"{name}[{key!r}]", each) for key, each in value.items()}
-    return _as_number(str(name), value)
 
 
 def _as_number(name: str, value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Scores that areas under curves rank: of each class against the others, or of each label."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ class Scores(NamedTuple):
     doubts: dict[str, jax.Array]
 
 
-class Ranked(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Ranked:
     """The name and the options of a metric that ranks scores."""
 
     name: str
@@ -41,8 +43,7 @@ class Ranked(NamedTuple):
     from_logits: bool
     label_weights: Sequence[float] | None = None
 
-    def checked(self) -> "Ranked":
-        """Returns itself after checking that the options are consistent."""
+    def __post_init__(self) -> None:
         if self.average not in ("macro", "weighted", None):
             raise ValueError(
                 f"The average of {self.name!r} must be 'macro', 'weighted' or None, got "
@@ -68,7 +69,6 @@ class Ranked(NamedTuple):
                 f"label_weights of {self.name!r} weigh the mean over labels: leave "
                 f"out average={self.average!r}."
             )
-        return self
 
     def scores(self, outputs: Array, targets: Array, weights: Array | None) -> Scores:
         """Returns the scores of a batch."""

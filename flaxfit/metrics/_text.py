@@ -18,7 +18,7 @@ Value: TypeAlias = Callable[[Pairs, list[float]], float]
 """`(pairs, weights) -> value`: a weight of n counts as n equal pairs."""
 
 
-def _text(name: str, value: Value, mode: str, *, by_letter: bool = False) -> Metric:
+def _text(name: str, value: Value, *, by_letter: bool = False) -> Metric:
     """Makes a metric of texts.
 
     Outputs are logits `(batch, tokens, vocabulary)` or integer tokens `(batch, tokens)`; targets
@@ -78,7 +78,7 @@ def _text(name: str, value: Value, mode: str, *, by_letter: bool = False) -> Met
         def compute(rows: Sums) -> ArrayLike | dict[str, ArrayLike]:
             return value_of(name, of, rows, takes_weights=True)
 
-        return Metric(measure, compute, name, configure, mode=mode, max_rows=MAX_ROWS)
+        return Metric(measure, compute, name, configure, max_rows=MAX_ROWS)
 
     return configure()
 
@@ -162,20 +162,20 @@ def _error_rate(pairs: Pairs, weights: list[float]) -> float:
     return _total((_edits(a, b) for a, b in pairs), weights) / n if n else math.nan
 
 
-bleu = _text("bleu", _bleu, "max")
+bleu = _text("bleu", _bleu)
 """BLEU of the corpus, of 1 to 4 units, with the brevity penalty (Papineni et al. 2002); 0 to 1."""
 
-rouge_1 = _text("rouge_1", _rouge(1), "max")
+rouge_1 = _text("rouge_1", _rouge(1))
 """The mean over the examples of the F1 of shared units (Lin 2004)."""
 
-rouge_2 = _text("rouge_2", _rouge(2), "max")
+rouge_2 = _text("rouge_2", _rouge(2))
 """The mean over the examples of the F1 of shared pairs of units (Lin 2004)."""
 
-rouge_l = _text("rouge_l", _rouge_longest, "max")
+rouge_l = _text("rouge_l", _rouge_longest)
 """The mean over the examples of the F1 of the longest common subsequence (Lin 2004)."""
 
-wer = _text("wer", _error_rate, "min")
+wer = _text("wer", _error_rate)
 """The word error rate: edits over the number of expected words, or tokens without `decode`."""
 
-cer = _text("cer", _error_rate, "min", by_letter=True)
+cer = _text("cer", _error_rate, by_letter=True)
 """The character error rate of decoded texts; without `decode` that of tokens."""

@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 
 from flaxfit.metrics import Metric, as_metrics
-from flaxfit.metrics._aliases import aliases, known_as
+from flaxfit.metrics._aliases import ALIASES, known_as
 from flaxfit.metrics._names import _BUILT_IN
 
 
 def test_every_alias_is_of_a_metric_that_there_is():
-    assert all(isinstance(as_metrics([name])[name], Metric) for name in aliases())
-    assert not set(aliases()) & set(_BUILT_IN)
+    assert all(isinstance(as_metrics([name])[name], Metric) for name in ALIASES)
+    assert not set(ALIASES) & set(_BUILT_IN)
 
 
 @pytest.mark.parametrize(

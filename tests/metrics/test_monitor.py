@@ -13,7 +13,7 @@ import flaxfit as ff
 from flaxfit import Checkpoint, callbacks, checkpoints, losses, metrics
 from flaxfit.losses._names import _ALIASES as LOSS_ALIASES
 from flaxfit.losses._names import _LOSSES
-from flaxfit.metrics._aliases import aliases, known_as
+from flaxfit.metrics._aliases import ALIASES, known_as
 from flaxfit.metrics._monitor import Monitor, default_monitor, is_better, known_mode, resolve_mode
 from flaxfit.metrics._names import _BUILT_IN, as_metric
 
@@ -71,7 +71,7 @@ def test_names_of_metrics_and_losses_of_flaxfit_and_optax_have_a_mode(prefix):
     lower = [
         name for name in lower if known_as(name) not in {*_BUILT_IN, "cosine_similarity"}
     ]  # "dice" is the metric.
-    names = [*_BUILT_IN, *aliases(), *HIGHER, *lower, "RMSE", "cosine_similarity"]
+    names = [*_BUILT_IN, *ALIASES, *HIGHER, *lower, "RMSE", "cosine_similarity"]
     known = {name: known_mode(prefix + name) for name in names}
     higher = {*HIGHER, "cosine_similarity"}
     assert {name for name, mode in known.items() if mode == "min"} >= {*lower, "RMSE", "mse"}
@@ -80,7 +80,7 @@ def test_names_of_metrics_and_losses_of_flaxfit_and_optax_have_a_mode(prefix):
 
 
 def test_every_metric_by_name_knows_its_mode_as_its_name_does():
-    names = [name for name in (*_BUILT_IN, *aliases()) if name != "confusion_matrix"]
+    names = [name for name in (*_BUILT_IN, *ALIASES) if name != "confusion_matrix"]
     modes = {name: as_metric(name).mode for name in names}
     assert None not in modes.values()
     assert modes == {name: known_mode(name) for name in names}
