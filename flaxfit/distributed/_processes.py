@@ -97,11 +97,11 @@ def is_preempted() -> bool:
     return bool(_read("RECEIVED_PREEMPTION_NOTICE"))
 
 
-def from_main(topic: str, function: Callable[[], T], *, seconds: float | None = None) -> T:
+def from_main(topic: str, function: Callable[[], T]) -> T:
     """Calls a function on process 0, and returns its JSON result on all processes.
 
     If it fails, process 0 raises its error, and the others an error of the same built-in type or a
-    `RuntimeError`. They wait for an hour, or `seconds`.
+    `RuntimeError`. They wait for an hour.
     """
     if process_count() == 1:
         return function()
@@ -111,7 +111,7 @@ def from_main(topic: str, function: Callable[[], T], *, seconds: float | None = 
             outcome = {"value": function()}
         except Exception as failure:
             error, outcome = failure, {"kind": type(failure).__name__, "error": str(failure)}
-    received = exchange(topic, outcome, seconds=3600 if seconds is None else seconds)[0]
+    received = exchange(topic, outcome, seconds=3600)[0]
     if error is not None:
         raise error
     if "error" in received:
