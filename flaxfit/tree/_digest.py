@@ -20,11 +20,6 @@ _MOST_IN_FLIGHT = 2
 """The maximum unfinished programs: on a CPU, too many pending collectives abort the process."""
 
 
-def digest(array: ArrayLike) -> str:
-    """Returns the digest of one array, see `digests`."""
-    return digests({"": array})[""]
-
-
 @without_mesh()
 def digests(arrays: Mapping[str, ArrayLike]) -> dict[str, str]:
     """Returns 16 hexadecimal digits by name that change when any bit of an array changes.
