@@ -13,6 +13,7 @@ from flaxfit.tree._digest import as_digests, digests, digests_or_sources
 from flaxfit.tree._dtypes import (
     check_dense,
     is_array,
+    is_key,
     is_named,
     is_node,
     is_sparse,
