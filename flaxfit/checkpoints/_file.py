@@ -16,7 +16,7 @@ from flaxfit.checkpoints import _orbax, _seal
 from flaxfit.checkpoints._compare import check_fits, choose, path_in_state
 from flaxfit.checkpoints._contents import CALLBACKS, COMPANIONS, own_path
 from flaxfit.checkpoints._environment import changes
-from flaxfit.checkpoints._record import Record, first_line, read_record
+from flaxfit.checkpoints._record import Record, read_record
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.checkpoints._tree import (
     Description,
@@ -27,7 +27,7 @@ from flaxfit.checkpoints._tree import (
     unflatten,
 )
 from flaxfit.data._position import own_position
-from flaxfit.display import say
+from flaxfit.display import first_line, say
 from flaxfit.distributed import from_main
 from flaxfit.state import InferenceState, TemplateOf, TrainState
 from flaxfit.tree import Array, ArrayLike, Json, PyTree, digests, sharding_of

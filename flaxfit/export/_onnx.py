@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxfit.display import first_line
 from flaxfit.export._compare import RTOL, ExportReport, write_compared
 from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule, check_is_module
 from flaxfit.export._names import input_names, output_names
-from flaxfit.export._program import first_line
 from flaxfit.export._spec import Specs, shape_structs
 from flaxfit.tree import Function, PyTree, required
 
@@ -80,7 +80,7 @@ def save_onnx(
     except Exception as error:
         raise ValueError(
             f"Cannot write {name!r} as ONNX: jax2onnx has no counterpart for something in it "
-            f"({type(error).__name__}: {first_line(error)})."
+            f"({first_line(error)})."
         ) from error
 
     def write(temporary: Path) -> dict[str, Function]:

@@ -11,12 +11,12 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.display import short_errors
+from flaxfit.display import first_line, short_errors
 from flaxfit.export import _archive
 from flaxfit.export._compare import RTOL, ExportReport, write_compared
 from flaxfit.export._exported_model import ExportedModel
 from flaxfit.export._module import JaxModule, check_is_module
-from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, first_line, in_version
+from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, in_version
 from flaxfit.export._spec import InputSpec, Specs
 from flaxfit.tree import Function, PyTree, local_path, required
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from flaxfit.checkpoints._record import first_line
+from flaxfit.display import first_line
 
 _SIGNS_OF_DAMAGE = (
     ArithmeticError,
