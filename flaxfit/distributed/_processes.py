@@ -55,12 +55,8 @@ def exchange(topic: str, value: Json = None, *, seconds: float | None = None) ->
     """Waits for all processes and returns their values, in the order of the processes.
 
     Uses the hosts' network, not the devices: a background thread may call it, and the wait is
-    bounded. All processes must call it equally often for each topic.
-
-    Args:
-      topic: a name of the values, for matching calls and for messages.
-      value: the value of this process.
-      seconds: how long to wait; None: the patience given to `initialize`.
+    bounded, by default by the patience given to `initialize`. All processes must call it equally
+    often for each topic.
 
     Raises:
       TimeoutError: a process did not arrive in time.
