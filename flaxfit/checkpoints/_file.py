@@ -113,7 +113,10 @@ def read(
     return CheckpointFile(
         step=record["step"],
         state=_plain_state(arrays, described) if template is None else unflatten(arrays, template),
-        metrics=_metrics(record["metrics"]),
+        metrics={
+            name: np.asarray(value) if isinstance(value, list) else value
+            for name, value in record["metrics"].items()
+        },
         history=record["history"],
         data_state=own_position(record["data_state"]),
         running=record.get("running"),
@@ -127,13 +130,6 @@ def read(
         environment=record["environment"],
         path=path,
     )
-
-
-def _metrics(found: Mapping[str, Json]) -> dict[str, PyTree]:
-    return {
-        name: np.asarray(value) if isinstance(value, list) else value
-        for name, value in found.items()
-    }
 
 
 def _count(record: Record) -> dict[str, PyTree]:
