@@ -110,13 +110,14 @@ def read(
             f"a run resumed from {path} may not continue bit for bit; since it was saved, this has "
             f"changed: {', '.join(changed)}"
         )
+    metrics: dict[str, PyTree] = {
+        name: np.asarray(value) if isinstance(value, list) else value
+        for name, value in record["metrics"].items()
+    }
     return CheckpointFile(
         step=record["step"],
         state=_plain_state(arrays, described) if template is None else unflatten(arrays, template),
-        metrics={
-            name: np.asarray(value) if isinstance(value, list) else value
-            for name, value in record["metrics"].items()
-        },
+        metrics=metrics,
         history=record["history"],
         data_state=own_position(record["data_state"]),
         running=record.get("running"),
