@@ -508,6 +508,7 @@ def assert_same(found, expected, rtol, atol=1e-7):
         np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=atol)
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("name", "strategy", "accumulate", "size"), [*cells(False)])
 def test_a_division_has_the_numbers_of_one_device(name, strategy, accumulate, size):
     kind, (numbers, arrays) = KINDS[name], run(name, strategy, accumulate, size)
@@ -535,6 +536,7 @@ def test_a_division_has_the_numbers_of_one_device(name, strategy, accumulate, si
         assert_same(seen[1::2], seen[::2], 1e-6)
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("name", "strategy", "accumulate", "size"), [*cells(True)])
 def test_a_division_that_would_change_them_is_refused(name, strategy, accumulate, size):
     kind, data = KINDS[name], data_of(KINDS[name], size)

@@ -4,8 +4,6 @@ import functools
 import math
 from collections.abc import Mapping
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.callbacks._callback import Loop, first_epoch
@@ -13,7 +11,7 @@ from flaxfit.display import count, plural, say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._averaged import has_average, with_average_of
 from flaxfit.state import Checkpoint
-from flaxfit.tree import Json, PyTree, whole_number
+from flaxfit.tree import Json, PyTree, copied, whole_number
 
 _WEIGHTS = ("params", "model_state", "opt_state")
 """The last field is kept only if it holds an average of the parameters."""
@@ -131,7 +129,7 @@ class EarlyStopping:
                 weights = {name: getattr(checkpoint.state, name) for name in names}
                 # The next step donates borrowed arrays; an owned checkpoint can be kept as it is.
                 is_borrowed = checkpoint.is_borrowed
-                self._best_weights = jax.tree.map(jnp.copy, weights) if is_borrowed else weights
+                self._best_weights = copied(weights) if is_borrowed else weights
             return checkpoint
         if self._check_finite and not math.isfinite(value):
             say(f"step {checkpoint.step:,}: {self._monitor.name} is {value}, training stops")

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax.core.scope import CollectionFilter, in_filter
 
 from flaxfit.modules._handle import attached, with_handle
-from flaxfit.tree import Function, Params, PyTree, Rngs, Variables
+from flaxfit.tree import Function, Params, PyTree, Rngs, Variables, copied
 
 WRITTEN = "written_params"
 """The collection of parameters that the model's call has written, by path."""
@@ -101,7 +100,7 @@ class GivenInit:
                 "has no weights to begin with: pass the function that makes the module, such as "
                 "`lambda rngs: Module(rngs)`, or begin with a state."
             )
-        return jax.tree.map(jnp.copy, variables)
+        return copied(variables)
 
 
 def from_function(

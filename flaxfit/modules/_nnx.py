@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax.core.scope import CollectionFilter, in_filter
 
 from flaxfit.modules._flags import (
@@ -19,7 +18,7 @@ from flaxfit.modules._flags import (
 from flaxfit.modules._functions import WRITTEN, GivenInit, ModelFunctions, Names, check_losses
 from flaxfit.modules._handle import ModuleHandle, with_handle
 from flaxfit.modules._nnx_factory import abstract_of, make
-from flaxfit.tree import Function, PyTree, Rngs, Variables, parameters
+from flaxfit.tree import Function, PyTree, Rngs, Variables, copied, parameters
 
 
 def from_nnx(
@@ -219,7 +218,7 @@ def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
             "update_nnx needs variables by collection, such as model.state.variables, got "
             f"{type(variables).__name__}."
         )
-    states.assign(model, jax.tree.map(jnp.copy, variables), states.names_of(losses))
+    states.assign(model, copied(variables), states.names_of(losses))
 
 
 def _check_callable(module: object) -> None:

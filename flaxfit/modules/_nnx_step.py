@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from flaxfit.modules._nnx import from_nnx, update_nnx
-from flaxfit.tree import Function, PyTree, Sums, parameters
+from flaxfit.tree import Function, PyTree, Sums, copied, parameters
 
 
 def nnx_step(function: Function, **objects: Any) -> "NNXStep":
@@ -142,7 +141,7 @@ class NNXStep:
         """Writes copies of a state into the given modules and optimizers."""
         from flaxfit.modules import _nnx_optimizer
 
-        opt_state = jax.tree.map(jnp.copy, state.opt_state)
+        opt_state = copied(state.opt_state)
         update_nnx(self._whole, state.variables)
         for name, optimizer in self._optimizers.items():
             _nnx_optimizer.assign(optimizer, opt_state[name])
@@ -151,7 +150,7 @@ class NNXStep:
         from flaxfit.modules._nnx_optimizer import values_of
 
         states = {name: values_of(each) for name, each in self._optimizers.items()}
-        return jax.tree.map(jnp.copy, states)
+        return copied(states)
 
 
 def _check_kinds(objects: Mapping[str, Any]) -> None:

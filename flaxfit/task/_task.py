@@ -5,9 +5,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from flaxfit.data._roles import Names, Roles
 from flaxfit.display import short_errors
 from flaxfit.modules._switch import as_apply, check_streams, handle_of, inputs_of
@@ -24,7 +21,7 @@ from flaxfit.task._options import (
 from flaxfit.task._output_metrics import as_metrics
 from flaxfit.task._precision import check_precision
 from flaxfit.task._repr import describe
-from flaxfit.tree import Data, Function, PyTree, Variables
+from flaxfit.tree import Data, Function, PyTree, Variables, copied
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -291,7 +288,7 @@ def module_of(task: TrainTask, state: PyTree) -> Any:
     Raises:
       ValueError: the task was made of functions, not of a module.
     """
-    return module_with(task, jax.tree.map(jnp.copy, averaged_by(task, state).variables))
+    return module_with(task, copied(averaged_by(task, state).variables))
 
 
 def module_with(task: TrainTask, variables: Variables) -> Any:

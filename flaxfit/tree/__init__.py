@@ -28,7 +28,7 @@ from flaxfit.tree._jax_debugging import check_jit, debugging_explained, explain_
 from flaxfit.tree._other_callbacks import COUNTERPARTS
 from flaxfit.tree._paths import Rules, flat, label, match, path_of, sections
 from flaxfit.tree._plain import as_plain, restore
-from flaxfit.tree._put import put, put_like, sharding_of
+from flaxfit.tree._put import copied, put, put_like, sharding_of
 from flaxfit.tree._required import required
 from flaxfit.tree._selection import Selection, is_nnx_filter, label_of
 from flaxfit.tree._shapes import shapes_of, structure_of
