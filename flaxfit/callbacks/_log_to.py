@@ -1,8 +1,6 @@
 """LogTo: passes the metrics of each checkpoint to a logger, whose failures never stop training."""
 
-import importlib
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Protocol
 
 import jax
@@ -100,11 +98,3 @@ class Attempt:
                     f"{self._owner} failed; training continues without it (reported once): "
                     f"{type(error).__name__}: {error}"
                 )
-
-
-def required(owner: str, package: str, extra: str) -> ModuleType:
-    """Imports a package that an extra of flaxfit installs."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ImportError(f'{owner} needs {package}: pip install "flaxfit[{extra}]"') from error

@@ -4,8 +4,8 @@ import sys
 import time
 from collections.abc import Mapping
 
-from flaxfit.callbacks._log_to import required
 from flaxfit.callbacks._tracked_run import Run, TrackedRun
+from flaxfit.tree import required
 
 
 class MLflowLogger(TrackedRun):

@@ -9,11 +9,11 @@ import numpy as np
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._event_file import EventFile, Summary
-from flaxfit.callbacks._log_to import Attempt, required
+from flaxfit.callbacks._log_to import Attempt
 from flaxfit.callbacks._projector import Metadata, Projector
 from flaxfit.display import is_scalar
 from flaxfit.state import Checkpoint
-from flaxfit.tree import ArrayLike, PyTree, flat, local_path, whole_number
+from flaxfit.tree import ArrayLike, PyTree, flat, local_path, required, whole_number
 
 _VALIDATION = "validation"
 

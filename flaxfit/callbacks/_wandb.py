@@ -4,8 +4,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from flaxfit.callbacks._log_to import required
 from flaxfit.callbacks._tracked_run import Run, TrackedRun
+from flaxfit.tree import required
 
 
 class WandbLogger(TrackedRun):

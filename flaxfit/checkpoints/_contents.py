@@ -10,10 +10,10 @@ from flaxfit.checkpoints import _orbax
 from flaxfit.checkpoints._environment import environment, versions
 from flaxfit.checkpoints._record import FORMAT, Record, as_plain_json, read_record
 from flaxfit.checkpoints._seal import Damaged
-from flaxfit.checkpoints._tree import describe, is_key, key_description, leaves_of
+from flaxfit.checkpoints._tree import describe, key_description, leaves_of
 from flaxfit.data._position import joined_position
 from flaxfit.state import Checkpoint
-from flaxfit.tree import Array, Json, PyTree, as_digests, digests_or_sources
+from flaxfit.tree import Array, Json, PyTree, as_digests, digests_or_sources, is_key
 
 CALLBACKS, COMPANIONS = "callbacks", "companions"
 """Path prefixes of arrays outside the state."""

@@ -43,7 +43,7 @@ def environment() -> dict[str, Json]:
         "cpu threads": _threads(),
         "XLA_FLAGS": _COUNT_OF_DEVICES.sub("", os.environ.get("XLA_FLAGS", "")).strip(),
         **{
-            name: _option(name)
+            name: getattr(jax.config, name, None)
             for name in (
                 "jax_enable_x64",
                 "jax_default_matmul_precision",
@@ -72,11 +72,6 @@ def changes(record: Mapping[str, Json]) -> list[str]:
         for name, value in then.items()
         if name in now and name not in _NO_ARITHMETIC and value != now[name]
     ]
-
-
-def _option(name: str) -> Json:
-    value = getattr(jax.config, name, None)
-    return value if value is None or isinstance(value, bool | int) else str(value)
 
 
 def _threads() -> int:

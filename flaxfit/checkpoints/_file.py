@@ -16,7 +16,7 @@ from flaxfit.checkpoints import _orbax, _seal
 from flaxfit.checkpoints._compare import check_fits, choose, path_in_state
 from flaxfit.checkpoints._contents import CALLBACKS, COMPANIONS, own_path
 from flaxfit.checkpoints._environment import changes
-from flaxfit.checkpoints._record import Record, first_line, read_record
+from flaxfit.checkpoints._record import Record, read_record
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.checkpoints._tree import (
     Description,
@@ -27,7 +27,7 @@ from flaxfit.checkpoints._tree import (
     unflatten,
 )
 from flaxfit.data._position import own_position
-from flaxfit.display import say
+from flaxfit.display import first_line, say
 from flaxfit.distributed import from_main
 from flaxfit.state import InferenceState, TemplateOf, TrainState
 from flaxfit.tree import Array, ArrayLike, Json, PyTree, digests, sharding_of
@@ -110,10 +110,14 @@ def read(
             f"a run resumed from {path} may not continue bit for bit; since it was saved, this has "
             f"changed: {', '.join(changed)}"
         )
+    metrics: dict[str, PyTree] = {
+        name: np.asarray(value) if isinstance(value, list) else value
+        for name, value in record["metrics"].items()
+    }
     return CheckpointFile(
         step=record["step"],
         state=_plain_state(arrays, described) if template is None else unflatten(arrays, template),
-        metrics=_metrics(record["metrics"]),
+        metrics=metrics,
         history=record["history"],
         data_state=own_position(record["data_state"]),
         running=record.get("running"),
@@ -127,13 +131,6 @@ def read(
         environment=record["environment"],
         path=path,
     )
-
-
-def _metrics(found: Mapping[str, Json]) -> dict[str, PyTree]:
-    return {
-        name: np.asarray(value) if isinstance(value, list) else value
-        for name, value in found.items()
-    }
 
 
 def _count(record: Record) -> dict[str, PyTree]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from flaxfit.checkpoints import _folder, _orbax, _seal
 from flaxfit.checkpoints._seal import Damaged
+from flaxfit.display import first_line
 from flaxfit.tree import Json
 
 FORMAT = 1
@@ -90,9 +91,3 @@ def _number(value: object) -> Json:
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         return value.tolist()
     raise TypeError(f"got {type(value).__name__}: {value!r:.60}")
-
-
-def first_line(error: Exception) -> str:
-    """Returns the type of an error and the first line of its message."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]:.200}"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from flaxfit.checkpoints import _contents, _folder
 from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
-from flaxfit.checkpoints._record import Record, first_line
+from flaxfit.checkpoints._record import Record
+from flaxfit.display import first_line
 from flaxfit.distributed import exchange, from_main
 from flaxfit.tree import Array
 

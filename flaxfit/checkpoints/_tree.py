@@ -34,11 +34,6 @@ def descriptions(tree: PyTree) -> dict[str, Description]:
     return {name: describe(leaf) for name, leaf in leaves_of(tree).items()}
 
 
-def is_key(leaf: ArrayLike) -> bool:
-    """Returns whether a leaf is a typed random key, or describes one."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def key_description(key: jax.Array) -> dict[str, Json]:
     """Returns the facts needed to rebuild a typed random key from its words."""
     return {

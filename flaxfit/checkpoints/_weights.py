@@ -17,7 +17,6 @@ from flaxfit.checkpoints import _folder, _safetensors
 from flaxfit.checkpoints._compare import check_fits, choose, path_in_variables
 from flaxfit.checkpoints._tree import (
     describe,
-    is_key,
     key_description,
     leaves_of,
     nested,
@@ -26,7 +25,7 @@ from flaxfit.checkpoints._tree import (
 )
 from flaxfit.display import short_errors
 from flaxfit.state import InferenceState, TrainState
-from flaxfit.tree import PyTree
+from flaxfit.tree import PyTree, is_key
 
 _KEYS = "random_bits"
 _SECONDS_TO_WRITE = 3600

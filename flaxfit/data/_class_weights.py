@@ -27,12 +27,9 @@ def weights_by_class(
 ) -> np.ndarray:
     """Returns the class weight of each example or token; 1 unless given.
 
-    Args:
-      y: the targets, an array of labels or of one-hot rows.
-      class_weight: weights by label, or "balanced": `n / (classes * count)`, counting only labels
-        whose `sample_weight` is not 0, as in scikit-learn's `compute_class_weight`.
-      sample_weight: the weights of the examples or tokens.
-      all_of: all targets, if `y` is a part of them; each label of `class_weight` must occur there.
+    "balanced" is `n / (classes * count)` as in scikit-learn's `compute_class_weight`, counting only
+    labels whose `sample_weight` is not 0. If `y` is a part of the targets `all_of`, each label of
+    `class_weight` must occur there.
     """
     read = _LabelReader()
     every = read(y if all_of is None else all_of)
@@ -59,13 +56,7 @@ def balanced_by_pass(
     >>> balanced_by_pass([(np.zeros(3), np.array([0, 0, 0])), (np.zeros(1), np.array([1]))])
     {0: 0.6666666666666666, 1: 2.0}
 
-    Args:
-      data: what `fit` takes as batches.
-      batch_size: the number of examples in a batch of a data set.
-      form: converts an item with columns to `(inputs, targets, weights)`.
-
-    Raises:
-      ValueError: the data is endless, or a pass over it may change later passes.
+    `form` converts an item with columns to `(inputs, targets, weights)`.
     """
     read = _LabelReader(of_batches=True)
     parts = (_three_parts(form(item)) for item in _read_apart(data, batch_size))
@@ -103,10 +94,7 @@ class ClassWeightedStream:
     >>> next(stream)[2].tolist()
     [1.0, 3.0]
 
-    Args:
-      stream: the stream.
-      class_weight: weights by integer label; 1 for labels not named.
-      form: converts an item with columns to `(inputs, targets, weights)`.
+    `form` converts an item with columns to `(inputs, targets, weights)`.
     """
 
     def __init__(
@@ -169,9 +157,7 @@ WEIGHTS_BY_OUTPUT = (
 class _LabelReader:
     """Reads labels from targets; the first targets decide whether rows are one-hot or soft.
 
-    Args:
-      of_batches: whether the targets come in batches. The first batch cannot show whether integers
-        are one-hot rows or token labels.
+    With `of_batches`, the first cannot show whether integers are one-hot rows or token labels.
     """
 
     def __init__(self, *, of_batches: bool = False):

@@ -45,6 +45,8 @@ class PrefetchedStream:
         self._n = n
         self.name = getattr(stream, "name", type(stream).__name__)
         self.shared = is_shared(stream)
+        self.batch_size = getattr(stream, "batch_size", 0)
+        """The size of its regular batches; 0 if the stream does not know it."""
         self._closed = False
         # One thread does everything with the stream: sources such as SQLite reject other threads.
         self._requests: queue.SimpleQueue = queue.SimpleQueue()
@@ -57,11 +59,6 @@ class PrefetchedStream:
     def __len__(self) -> int:
         """Returns the number of batches in an epoch, if the stream knows it."""
         return len(self._stream)
-
-    @property
-    def batch_size(self) -> int:
-        """The size of its regular batches; 0 if the stream does not know it."""
-        return getattr(self._stream, "batch_size", 0)
 
     def __iter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ from flaxfit.display._html import arrays, card, n_numbers, table
 from flaxfit.display._lines import (
     WIDTH,
     final_lines,
+    first_line,
     folded,
     metric_line,
     pass_line,

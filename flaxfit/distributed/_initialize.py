@@ -104,8 +104,6 @@ def initialize(
         )
     if coordinator_bind_address is None:
         coordinator_bind_address = found.get("coordinator_address")
-    if getattr(jax.config, "jax_cpu_collectives_implementation", "gloo") in (None, "none"):
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         **found,
         coordinator_bind_address=coordinator_bind_address,

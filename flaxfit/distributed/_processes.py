@@ -55,12 +55,8 @@ def exchange(topic: str, value: Json = None, *, seconds: float | None = None) ->
     """Waits for all processes and returns their values, in the order of the processes.
 
     Uses the hosts' network, not the devices: a background thread may call it, and the wait is
-    bounded. All processes must call it equally often for each topic.
-
-    Args:
-      topic: a name of the values, for matching calls and for messages.
-      value: the value of this process.
-      seconds: how long to wait; None: the patience given to `initialize`.
+    bounded, by default by the patience given to `initialize`. All processes must call it equally
+    often for each topic.
 
     Raises:
       TimeoutError: a process did not arrive in time.
@@ -97,11 +93,11 @@ def is_preempted() -> bool:
     return bool(_read("RECEIVED_PREEMPTION_NOTICE"))
 
 
-def from_main(topic: str, function: Callable[[], T], *, seconds: float | None = None) -> T:
+def from_main(topic: str, function: Callable[[], T]) -> T:
     """Calls a function on process 0, and returns its JSON result on all processes.
 
     If it fails, process 0 raises its error, and the others an error of the same built-in type or a
-    `RuntimeError`. They wait for an hour, or `seconds`.
+    `RuntimeError`. They wait for an hour.
     """
     if process_count() == 1:
         return function()
@@ -111,7 +107,7 @@ def from_main(topic: str, function: Callable[[], T], *, seconds: float | None = 
             outcome = {"value": function()}
         except Exception as failure:
             error, outcome = failure, {"kind": type(failure).__name__, "error": str(failure)}
-    received = exchange(topic, outcome, seconds=3600 if seconds is None else seconds)[0]
+    received = exchange(topic, outcome, seconds=3600)[0]
     if error is not None:
         raise error
     if "error" in received:

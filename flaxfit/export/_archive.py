@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.export._program import first_line
+from flaxfit.display import first_line
 from flaxfit.tree import Json
 
 FORMAT = "flaxfit-stablehlo"

@@ -59,15 +59,9 @@ def write_compared(
 ) -> ExportReport:
     """Writes a file or folder, and keeps it only if its methods match the module's.
 
-    Args:
-      module: the source.
-      path: the destination.
-      form: the name of the format.
-      write: writes to a path, reads it back and returns its methods by name; None if they do not
-        run on this machine.
-      samples: inputs instead of random ones, each a tuple (or a dict of keywords).
-      rtol: the maximum error of an output, relative to its largest value.
-      folder: whether `write` makes a folder.
+    `write` writes to a path, reads it back and returns its methods by name; None if they do not run
+    on this machine. `samples` are inputs instead of random ones, each a tuple (or a dict of
+    keywords); `rtol` is relative to the largest value of an output.
     """
     path = local_path(path)
     error, inputs = math.nan, {}

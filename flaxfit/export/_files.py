@@ -24,7 +24,9 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
         yield temporary
         # Sync before the rename: else a power cut could leave `path` with incomplete content.
         for file in temporary.rglob("*") if folder else [temporary]:
-            _sync(file)
+            if file.is_file():
+                with file.open("rb") as opened:
+                    os.fsync(opened.fileno())
         if folder and path.exists():
             path.rename(old)  # A folder cannot be renamed onto a folder that is not empty.
         os.replace(temporary, path)
@@ -47,9 +49,3 @@ def _check_replaceable(path: Path, folder: bool) -> None:
         raise FileExistsError(
             f"Cannot write a SavedModel to {path}: it holds something else. Name a new folder."
         )
-
-
-def _sync(file: Path) -> None:
-    if file.is_file():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())

@@ -12,7 +12,7 @@ from flaxfit.data._batch import call
 from flaxfit.export._program import Method
 from flaxfit.export._spec import Specs, as_arguments, as_specs, call_with, shape_structs
 from flaxfit.export._tensorflow import TensorFlowModule
-from flaxfit.tree import Function, Params, PyTree, flat, single_replica_of_any_axis
+from flaxfit.tree import Function, Params, PyTree, flat, is_key, single_replica_of_any_axis
 
 DEFAULT_METHOD_KEY = "jax_module_default_method"
 
@@ -196,7 +196,7 @@ def named_arrays(params: Params) -> dict[str, jax.Array]:
         name = path.replace("/", ".").replace("~", "_") or "params"
         if name in arrays:
             raise ValueError(f"Two parameters would both be named {name!r}: rename one of them.")
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             raise TypeError(f"Parameter {name!r} is a random key, which no format can hold.")
         arrays[name] = jnp.array(jax.device_get(leaf))
     return arrays

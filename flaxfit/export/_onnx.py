@@ -3,18 +3,17 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
 
+from flaxfit.display import first_line
 from flaxfit.export._compare import RTOL, ExportReport, write_compared
 from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule, check_is_module
 from flaxfit.export._names import input_names, output_names
-from flaxfit.export._program import first_line
 from flaxfit.export._spec import Specs, shape_structs
-from flaxfit.tree import Function, PyTree
+from flaxfit.tree import Function, PyTree, required
 
 
 def save_onnx(
@@ -56,7 +55,8 @@ def save_onnx(
       ImportError: jax2onnx or onnxruntime is not installed.
     """
     check_is_module(module)
-    jax2onnx, onnxruntime = _import()
+    packages = "jax2onnx", "onnxruntime"
+    jax2onnx, onnxruntime = (required("Writing ONNX", each, "onnx") for each in packages)
     name = _chosen(module, method)
     specs = module.method_specs[name].input_spec
     structs = shape_structs(specs)
@@ -80,7 +80,7 @@ def save_onnx(
     except Exception as error:
         raise ValueError(
             f"Cannot write {name!r} as ONNX: jax2onnx has no counterpart for something in it "
-            f"({type(error).__name__}: {first_line(error)})."
+            f"({first_line(error)})."
         ) from error
 
     def write(temporary: Path) -> dict[str, Function]:
@@ -90,17 +90,6 @@ def save_onnx(
 
     with jax.default_device(jax.devices("cpu")[0]):
         return write_compared(module, path, "ONNX", write, samples=samples, rtol=rtol)
-
-
-def _import() -> tuple[ModuleType, ModuleType]:
-    try:
-        import jax2onnx
-        import onnxruntime
-    except ImportError as error:
-        raise ImportError(
-            "Writing ONNX needs jax2onnx and onnxruntime: pip install 'flaxfit[onnx]'."
-        ) from error
-    return jax2onnx, onnxruntime
 
 
 def _chosen(module: JaxModule, method: str | None) -> str:

@@ -7,6 +7,7 @@ import jax
 import jax.export
 from jax.extend.mlir.dialects import stablehlo
 
+from flaxfit.display import first_line
 from flaxfit.export._spec import Specs, shape_structs
 from flaxfit.tree import PyTree
 
@@ -75,8 +76,3 @@ def _gradient(exported: jax.export.Exported, name: str) -> jax.export.Exported:
             f"Cannot export the gradient of {name!r}, which JAX cannot differentiate "
             f"({first_line(error)}). Pass gradients=False to export it without."
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of another library's error."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

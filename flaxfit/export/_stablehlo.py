@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -12,14 +11,14 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.display import short_errors
+from flaxfit.display import first_line, short_errors
 from flaxfit.export import _archive
 from flaxfit.export._compare import RTOL, ExportReport, write_compared
 from flaxfit.export._exported_model import ExportedModel
 from flaxfit.export._module import JaxModule, check_is_module
-from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, first_line, in_version
+from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, in_version
 from flaxfit.export._spec import InputSpec, Specs
-from flaxfit.tree import Function, PyTree, local_path
+from flaxfit.tree import Function, PyTree, local_path, required
 
 
 @short_errors
@@ -60,7 +59,7 @@ def save(
       ImportError: flatbuffers is not installed.
     """
     check_is_module(module)
-    _check_flatbuffers()
+    required("StableHLO", "flatbuffers", "export")
     params = module.named_params
     programs = {}
     for name, method in module.method_specs.items():
@@ -98,7 +97,7 @@ def load(path: str | os.PathLike[str]) -> ExportedModel:
       ValueError: `save` did not write it, it is damaged, or this JAX is too old for it.
       ImportError: flatbuffers is not installed.
     """
-    _check_flatbuffers()
+    required("StableHLO", "flatbuffers", "export")
     description, serialized, arrays = _archive.read(local_path(path))
     programs = {}
     try:
@@ -113,13 +112,6 @@ def load(path: str | os.PathLike[str]) -> ExportedModel:
             f"{description.get('versions', {}).get('jax', '?')} wrote for StableHLO "
             f"{description.get('stablehlo', '?')} ({first_line(error)})."
         ) from error
-
-
-def _check_flatbuffers() -> None:
-    if find_spec("flatbuffers") is None:
-        raise ImportError(
-            "Writing and reading StableHLO needs flatbuffers: pip install 'flaxfit[export]'."
-        )
 
 
 def _serialized(name: str, program: jax.export.Exported, gradients: bool) -> bytes:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 
 from flaxfit.export._program import PLATFORMS, PORTABLE, Method, export_method, in_version
 from flaxfit.export._spec import InputSpec, Specs
-from flaxfit.tree import Array, ArrayLike, Function, PyTree
+from flaxfit.tree import Array, ArrayLike, Function, PyTree, required
 
 Tensor: TypeAlias = Any
 """A `tf.Tensor` or a `tf.Variable`."""
@@ -89,15 +88,9 @@ class TensorFlowModule:
         return tf.function(call, jit_compile=method.jit_compile, autograph=False)
 
 
-def import_tensorflow() -> ModuleType:
+def import_tensorflow() -> Any:
     """Imports TensorFlow, or raises an error that says how to install it."""
-    try:
-        import tensorflow
-    except ImportError as error:
-        raise ImportError(
-            "TensorFlow's formats need TensorFlow: pip install 'flaxfit[tensorflow]'."
-        ) from error
-    return tensorflow
+    return required("TensorFlow's format", "tensorflow", "tensorflow")
 
 
 def tensor_specs(specs: Specs, name: str | None = None) -> PyTree:

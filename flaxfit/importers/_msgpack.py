@@ -1,7 +1,7 @@
 """load_msgpack: reads the files that `flax.serialization.to_bytes` produces."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from flax import serialization
@@ -32,9 +32,10 @@ def load_msgpack(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
         tree = serialization.msgpack_restore(path.read_bytes())
         require(isinstance(tree, dict), "it is not a dict")
         arrays: dict[str, LazyArray] = {}
-        for name, leaf in _leaves(tree, ""):
+        for name, leaf in leaves(tree):
             require(name not in arrays, f"the name {name:.100} occurs twice")
-            arrays[name] = as_lazy(leaf)
+            if not isinstance(leaf, str):
+                arrays[name] = as_lazy(leaf)
         return arrays
 
 
@@ -45,10 +46,13 @@ def as_lazy(leaf: ArrayLike) -> LazyArray:
     return LazyThreadPoolArray(array.shape, array.dtype, lambda: array)
 
 
-def _leaves(tree: PyTree, path: str) -> Iterator[tuple[str, ArrayLike]]:
-    if isinstance(tree, dict | list):
+def leaves(
+    tree: PyTree, path: str = "", is_leaf: Callable[[PyTree], bool] = lambda tree: False
+) -> Iterator[tuple[str, PyTree]]:
+    """Yields the leaves of nested dicts and lists by "/"-joined path, except None."""
+    if isinstance(tree, dict | list) and not is_leaf(tree):
         for name, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
             require(isinstance(name, str | int), f"it has the key {name!r:.100}")
-            yield from _leaves(branch, f"{path}/{name}" if path else str(name))
-    elif tree is not None and not isinstance(tree, str):
+            yield from leaves(branch, f"{path}/{name}" if path else str(name), is_leaf)
+    elif tree is not None:
         yield path, tree

@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-import numpy as np
-
 from flaxfit.checkpoints import _safetensors
-from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
+from flaxfit.importers._lazy import LazyArray
+from flaxfit.importers._msgpack import as_lazy
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
 from flaxfit.tree import local_path
 
@@ -38,11 +37,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
 
 def _read_file(path: Path) -> dict[str, LazyArray]:
     with reading(path, "a safetensors file"):
-        return {name: _as_lazy(array) for name, array in _safetensors.map_arrays(path).items()}
-
-
-def _as_lazy(array: np.ndarray) -> LazyArray:
-    return LazyThreadPoolArray(array.shape, array.dtype, lambda: array)
+        return {name: as_lazy(array) for name, array in _safetensors.map_arrays(path).items()}
 
 
 def _read_index(path: Path) -> dict[str, LazyArray]:

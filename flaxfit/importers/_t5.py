@@ -36,6 +36,17 @@ _TOWER = "(encoder|decoder|transformer)"
 _LAYER = rf"{_TOWER}/block_(\d+)/layer_(\d+)"
 _MATRICES = {"q": "query", "k": "key", "v": "value", "o": "out"}
 _ATTENTIONS = {"SelfAttention": "self_attention", "EncDecAttention": "encoder_decoder_attention"}
+_SINGLE = {
+    "shared/embedding": "token_embedder/embedding",
+    "(?:decoder|transformer)/logits/kernel": "decoder/logits_dense/kernel",
+}
+_OLD_SINGLE = {
+    "state/step": "global_step",
+    "target/token_embedder/embedding": "shared/embedding",
+    "target/decoder/token_embedder/embedding": "decoder/embedding",
+    r"target/(encoder|decoder)/\w+_norm/scale": "{}/rms_norm/scale",
+    "target/decoder/logits_dense/kernel": "decoder/logits/kernel",
+}
 _NORMS = {
     "encoder": ("pre_attention_layer_norm", "pre_mlp_layer_norm"),
     "decoder": (
@@ -80,9 +91,10 @@ def _step(opts: object, name: str, value: ArrayLike) -> tuple[str, ArrayLike]:
     return "state/step", np.asarray(value).astype(np.int32)
 
 
-@_add("shared/embedding")
-def _shared_embedding() -> str:
-    return "token_embedder/embedding"
+for pattern, name in _SINGLE.items():
+    _add(pattern)(name.format)
+for pattern, name in _OLD_SINGLE.items():
+    _add_inverse(pattern)(name.format)
 
 
 @_add(f"{_TOWER}/embedding")
@@ -115,11 +127,6 @@ def _norm(tower: str, block: str, layer: str) -> str:
 @_add(f"{_TOWER}/(?:final_layer|rms)_norm/scale")
 def _final_norm(tower: str) -> str:
     return f"{_TOWERS[tower]}/{_TOWERS[tower]}_norm/scale"
-
-
-@_add("(?:decoder|transformer)/logits/kernel")
-def _logits() -> str:
-    return "decoder/logits_dense/kernel"
 
 
 @t5_translator.add_last_step
@@ -178,21 +185,6 @@ def _statistics_of(name: str) -> str:
     return PREFIX + name.removeprefix("target/")
 
 
-@_add_inverse("state/step")
-def _old_step() -> str:
-    return "global_step"
-
-
-@_add_inverse("target/token_embedder/embedding")
-def _old_shared_embedding() -> str:
-    return "shared/embedding"
-
-
-@_add_inverse("target/decoder/token_embedder/embedding")
-def _old_embedding() -> str:
-    return "decoder/embedding"
-
-
 @_add_inverse(r"target/(encoder|decoder)/(?:layers_(\d+)/)?relpos_bias/rel_embedding")
 def _old_relative_bias(tower: str, layer: str | None) -> str:
     return f"{_block(tower, layer or 0)}/layer_000/SelfAttention/relative_attention_bias"
@@ -215,16 +207,6 @@ def _old_mlp(tower: str, layer: str, matrix: str) -> str:
 @_add_inverse(r"target/(encoder|decoder)/layers_(\d+)/(pre_\w+_layer_norm)/scale")
 def _old_norm(tower: str, layer: str, norm: str) -> str:
     return f"{_block(tower, layer)}/layer_{_NORMS[tower].index(norm):03d}/rms_norm/scale"
-
-
-@_add_inverse(r"target/(encoder|decoder)/\w+_norm/scale")
-def _old_final_norm(tower: str) -> str:
-    return f"{tower}/rms_norm/scale"
-
-
-@_add_inverse("target/decoder/logits_dense/kernel")
-def _old_logits() -> str:
-    return "decoder/logits/kernel"
 
 
 @t5_translator.inverse.add_last_step

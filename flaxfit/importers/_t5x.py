@@ -1,14 +1,13 @@
 """load_t5x: reads the checkpoints that T5X writes, in the old and the new layout."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from flax import serialization
 
 from flaxfit.importers._lazy import LazyArray
-from flaxfit.importers._msgpack import as_lazy
+from flaxfit.importers._msgpack import as_lazy, leaves
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
 from flaxfit.tree import ArrayLike, Json, PyTree, local_path
@@ -57,7 +56,7 @@ def load_t5x(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     specs: dict[str, dict[str, Json]] = {}
     with reading(index, _KIND):
         tree = serialization.msgpack_restore(index.read_bytes())
-        for old_name, leaf in _leaves(tree, ()):
+        for old_name, leaf in leaves(tree, is_leaf=_is_spec):
             name = old_name.removeprefix("optimizer/")
             require(name not in arrays and name not in specs, f"{name:.100} occurs twice")
             if isinstance(leaf, dict):
@@ -72,18 +71,9 @@ def load_t5x(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     return arrays
 
 
-def _leaves(tree: PyTree, keys: tuple[str, ...]) -> Iterator[tuple[str, PyTree]]:
-    if isinstance(tree, list):
-        tree = {str(number): branch for number, branch in enumerate(tree)}
-    if isinstance(tree, dict) and not _is_spec(tree):
-        for key, branch in tree.items():
-            yield from _leaves(branch, (*keys, str(key)))
-    elif tree is not None:
-        yield "/".join(keys), tree
-
-
-def _is_spec(tree: dict[str, PyTree]) -> bool:
-    return isinstance(tree.get("driver"), str) and isinstance(tree.get("kvstore"), dict)
+def _is_spec(tree: PyTree) -> bool:
+    named = tree if isinstance(tree, dict) else {}
+    return isinstance(named.get("driver"), str) and isinstance(named.get("kvstore"), dict)
 
 
 def _folder_of(spec: dict[str, Json]) -> str:

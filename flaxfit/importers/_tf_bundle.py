@@ -6,14 +6,13 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._unreadable import UnreadableFile, as_dtype, reading
-from flaxfit.tree import local_path
+from flaxfit.tree import local_path, required
 
 _KIND = "a TensorFlow checkpoint"
 
@@ -51,7 +50,7 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
             f"Cannot read {prefix}: TensorFlow takes *, ? and [ in a path for a pattern. Rename "
             "the file or folder."
         )
-    tf = _import_tensorflow()
+    tf = required("load_tf_ckpt", "tensorflow", "tensorflow")
     with reading(index, _KIND, tf.errors.OpError):
         # `tf.train.load_checkpoint` would prefer a folder of the name of the prefix.
         reader = tf.compat.v1.train.NewCheckpointReader(str(prefix))
@@ -66,16 +65,6 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
             for name, shape in reader.get_variable_to_shape_map().items()
             if dtypes[name] is not tf.string
         }
-
-
-def _import_tensorflow() -> ModuleType:
-    try:
-        import tensorflow
-    except ImportError as error:
-        raise ImportError(
-            "TensorFlow's checkpoints are read with TensorFlow: pip install 'flaxfit[tensorflow]'."
-        ) from error
-    return tensorflow
 
 
 def _prefix(path: Path) -> Path:

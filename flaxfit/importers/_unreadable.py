@@ -6,10 +6,9 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import ml_dtypes
 import numpy as np
 
-from flaxfit.checkpoints._record import first_line
+from flaxfit.display import first_line
 
 _SIGNS_OF_DAMAGE = (
     ArithmeticError,
@@ -23,10 +22,9 @@ _SIGNS_OF_DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-_EXTENDED_DTYPES = {
-    name: np.dtype(getattr(ml_dtypes, name))
-    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4", "uint4")
-}
+_EXTENDED_DTYPES = frozenset(
+    ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4", "uint4")
+)
 
 
 class UnreadableFile(ValueError):
@@ -68,12 +66,10 @@ def as_dtype(name: object) -> np.dtype:
     >>> as_dtype("bfloat16"), as_dtype("<f4")
     (dtype(bfloat16), dtype('float32'))
     """
-    if name in _EXTENDED_DTYPES:
-        return _EXTENDED_DTYPES[str(name)]
     try:
         dtype = np.dtype(name) if isinstance(name, str) else None
     except TypeError:
         dtype = None
-    if dtype is None or dtype.kind not in "biufc":
+    if dtype is None or not (dtype.kind in "biufc" or name in _EXTENDED_DTYPES):
         raise ValueError(f"it names the dtype {str(name)!r:.40}, which is not numeric")
     return dtype

@@ -12,11 +12,10 @@ import optax
 from flax.core import meta
 
 from flaxfit import checkpoints
-from flaxfit.checkpoints._tree import is_key
 from flaxfit.optim._averaged import averaged, has_average
 from flaxfit.optim._freeze import check_matches, merge
 from flaxfit.state import TrainState
-from flaxfit.tree import ArrayLike, InitFn, PyTree, Rngs, Variables, flat, path_of
+from flaxfit.tree import ArrayLike, InitFn, PyTree, Rngs, Variables, flat, is_key, path_of
 
 Load = Callable[[PyTree], PyTree]
 """A function that replaces weights in variables, or in a state."""

@@ -25,20 +25,16 @@ class Layer(NamedTuple):
 def layers_of(module: Any, call: Function, *shapes: PyTree) -> tuple[list[Layer], PyTree]:
     """Returns the layers that a call runs, in the order in which they begin, and its outputs.
 
-    Args:
-      module: the Linen or NNX module that is called.
-      call: calls it; it is traced, not run.
-      *shapes: its arguments.
+    `call(*shapes)` calls the Linen or NNX module; it is traced, not run.
     """
     found: dict[str, Layer] = {}
 
     def watched(path: str | None, kind: str, function: Callable[[], PyTree]) -> PyTree:
-        is_new = path is not None and path not in found
-        if path is not None and is_new:
-            found[path] = Layer(path, kind, ())
+        if path is None or path in found:
+            return function()
+        found[path] = Layer(path, kind, ())  # Layers are in the order in which they begin.
         output = function()
-        if path is not None and is_new:
-            found[path] = Layer(path, kind, shapes_of(output))
+        found[path] = Layer(path, kind, shapes_of(output))
         return output
 
     watch = _watching_linen if isinstance(module, nn.Module) else _watching_nnx

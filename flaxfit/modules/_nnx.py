@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,7 +96,7 @@ def from_nnx(
     axes = states.axes_of(template, names)
 
     # A weak reference: JAX caches traced functions, and would keep the instance alive.
-    given_module = _weakly(model) if is_instance else lambda: model
+    given_module = weakref.ref(model) if is_instance else lambda: model
 
     def variables_of(module: nnx.Module) -> Variables:
         return {**states.persistent(states.variables_of(module, names)), **axes}
@@ -235,13 +235,6 @@ def _without_key(drawn: Sequence[str]) -> ValueError:
         f"The model draws random numbers (from {', '.join(drawn)}), but the call was given no key: "
         "pass rngs={'dropout': key}, or make it by from_nnx(..., train=False)."
     )
-
-
-def _weakly(model: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(model)
-    except TypeError:  # A class with __slots__ has no weak references.
-        return lambda: model
 
 
 def _position_of_rngs(function: Any) -> int | None:

@@ -63,7 +63,7 @@ class Attributes:
     def _see(self) -> None:
         self._seen = [*_walk(self._module)]
         variables = [each.thing for each in self._seen if each.parts_of is _metadata]
-        self._variables = [each for each in variables if not _is_random(type(each))]
+        self._variables = [each for each in variables if not issubclass(type(each), nnx.RngState)]
         self._holders = [
             each
             for each in self._seen
@@ -185,8 +185,3 @@ def _are_equal(one: _Entry | None, other: _Entry | None) -> bool:
 def _is_left_by_call(seen: _Seen) -> bool:
     """Returns whether `sow` has stored this."""
     return seen.parts_of is _metadata and isinstance(seen.thing.get_raw_value(), tuple)
-
-
-@functools.cache
-def _is_random(kind: type) -> bool:
-    return issubclass(kind, nnx.RngState)

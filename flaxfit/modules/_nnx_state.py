@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.interpreters import partial_eval
 
 from flaxfit.modules._functions import Names
-from flaxfit.tree import Function, PyTree, Rngs, Variables
+from flaxfit.tree import Function, PyTree, Rngs, Variables, is_key
 
 # Written by each call, so not part of the model.
 _TRANSIENT = ("intermediates", "losses")
@@ -332,4 +332,4 @@ def _key(rngs: Rngs, stream: str) -> jax.Array | None:
 
 def as_key(key: jax.Array) -> jax.Array:
     """Converts a raw key to a typed key."""
-    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    return key if is_key(key) else jax.random.wrap_key_data(key)

@@ -16,16 +16,8 @@ def as_patterns(
     >>> as_patterns("freeze", "encoder/.*", None)
     ('encoder/.*',)
 
-    Args:
-      name: the name of the argument, for messages.
-      given: a pattern or an NNX filter (a type of variables, one such as `nnx.All(...)`, or a
-        predicate of a path tuple and a variable), or several of them.
-      apply: the `apply` of the module that the filters select from.
-      collection: the collection to select from; None: all collections.
-
-    Raises:
-      ValueError: a pattern is not a regular expression, or a filter selects nothing.
-      TypeError: a filter was given for a model that is not an NNX module.
+    A filter is a type of variables, one such as `nnx.All(...)`, or a predicate of a path tuple and
+    a variable. It selects from a collection of the module of `apply`; None: from all of them.
     """
     is_one = isinstance(given, str) or not isinstance(given, Iterable)
     several: Any = [given] if is_one else given

@@ -85,8 +85,7 @@ def as_logical_axes(state: PyTree) -> PyTree:
             f"its axes were made for, at {', '.join(wrong)}. After a change of the optimizer, use "
             "state.replace_optimizer(optimizer)."
         )
-    at = jax.tree_util.tree_map_with_path
-    return at(lambda path, leaf: axes.get(path_of(path), unnamed(leaf)), state)
+    return jax.tree.map_with_path(lambda path, leaf: axes.get(path_of(path), unnamed(leaf)), state)
 
 
 def _of_boxes(fields: PyTree) -> Iterator[tuple[str, PartitionSpec]]:

@@ -45,10 +45,8 @@ def specs_by_parameter(
     parameter whose path its own path contains: the longest match, then the last. This also holds
     for nested states and masked parts.
 
-    Args:
-      state: `{"opt_state": ...}`.
-      params: `{"params": ...}`; the outer keys are not part of the paths that are compared.
-      specs: the specs of the parameters, by path. Arrays of a parameter without a spec have none.
+    The outer keys of `{"opt_state": ...}` and `{"params": ...}` are not part of the paths that are
+    compared. Arrays of a parameter without a spec have none.
     """
     parameters = {p[1:]: (path_of(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)}
     found = {}

@@ -14,7 +14,7 @@ from flaxfit.optim._hyperparams import group_named
 from flaxfit.state import _logical_axes
 from flaxfit.state._inference_state import InferenceState, State
 from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
-from flaxfit.tree import ArrayLike, OptState, PyTree, Transformation
+from flaxfit.tree import ArrayLike, OptState, PyTree, Transformation, is_key
 
 
 class TrainState(State, repr=False):
@@ -155,7 +155,7 @@ def as_key(key: ArrayLike) -> jax.Array:
         return jax.random.key(int(key))
     if not hasattr(key, "dtype"):
         raise TypeError(f"A random key is jax.random.key(0) or an integer seed, got {key!r:.60}.")
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if is_key(key):
         return key
     return jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.data._batch import Batch, n_examples
-from flaxfit.tree import Array, PyTree, flat, product
+from flaxfit.tree import PyTree, flat, is_key, product
 
 N_ROWS = 14
 """The number of examples in a trial. Halves of 7 reveal dependence on periodic positions, such as
@@ -201,7 +201,7 @@ def try_halves(
 
     def differs(path: str, pick: Callable[[Pass], PyTree], *, is_state: bool = False) -> bool:
         a, b, c = ([flat(pick(x))[path] for x in passes] for passes in (wholes, ones, twos))
-        if _is_key(a[0]):
+        if is_key(a[0]):
             return False
         old, rounding = olds.get(path) if is_state else None, 0.0
         # Compare changes: next to a large old value, a wrong change would pass for rounding.
@@ -360,11 +360,7 @@ def _picked(batch: Batch, rows: slice | np.ndarray) -> Batch:
 
 def _read(found: Pass) -> Pass:
     """Copies results to the host, in at least 32 bits; random keys stay."""
-    return jax.tree.map(lambda x: x if _is_key(x) else _widened(np.asarray(x)), found)
-
-
-def _is_key(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda x: x if is_key(x) else _widened(np.asarray(x)), found)
 
 
 def _widened(x: np.ndarray) -> np.ndarray:
@@ -376,7 +372,7 @@ def _widened(x: np.ndarray) -> np.ndarray:
 
 def _arrays(tree: PyTree) -> list[np.ndarray]:
     """Returns the arrays of a tree, without typed random keys."""
-    return [x for x in jax.tree.leaves(tree) if not _is_key(x)]
+    return [x for x in jax.tree.leaves(tree) if not is_key(x)]
 
 
 def _differ(a: np.ndarray, b: np.ndarray, tolerance: float, rounding: float = 0.0) -> bool:

@@ -13,6 +13,7 @@ from flaxfit.tree._digest import as_digests, digests, digests_or_sources
 from flaxfit.tree._dtypes import (
     check_dense,
     is_array,
+    is_key,
     is_named,
     is_node,
     is_sparse,
@@ -28,6 +29,7 @@ from flaxfit.tree._other_callbacks import COUNTERPARTS
 from flaxfit.tree._paths import Rules, flat, label, match, path_of, sections
 from flaxfit.tree._plain import as_plain, restore
 from flaxfit.tree._put import copied, put, put_like, sharding_of
+from flaxfit.tree._required import required
 from flaxfit.tree._selection import Selection, is_nnx_filter, label_of
 from flaxfit.tree._shapes import shapes_of, structure_of
 from flaxfit.tree._single_replica import single_replica, single_replica_of_any_axis, unbound_axis

@@ -29,11 +29,7 @@ def whole_number(name: str, value: PyTree, *, least: int = 1, other: str | None 
     Traceback (most recent call last):
     TypeError: n_steps must be an integer, got 3.0.
 
-    Args:
-      name: the name of the argument, for messages.
-      value: the argument.
-      least: the smallest number allowed.
-      other: what else the caller takes, for messages.
+    The name, and what else the caller takes, are for messages.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)

@@ -20,11 +20,6 @@ _MOST_IN_FLIGHT = 2
 """The maximum unfinished programs: on a CPU, too many pending collectives abort the process."""
 
 
-def digest(array: ArrayLike) -> str:
-    """Returns the digest of one array, see `digests`."""
-    return digests({"": array})[""]
-
-
 @without_mesh()
 def digests(arrays: Mapping[str, ArrayLike]) -> dict[str, str]:
     """Returns 16 hexadecimal digits by name that change when any bit of an array changes.
@@ -82,7 +77,9 @@ def _words(array: ArrayLike) -> Array:
     """Returns the array to digest: one replica, or host memory as 32-bit words."""
     if isinstance(array, jax.Array):
         return array.addressable_data(0) if array.is_fully_replicated else array
-    return _host_words(np.asarray(array))
+    array = np.asarray(array)
+    # Elements of 64 bits or more become 32-bit words: JAX would truncate them.
+    return array.reshape(-1).view(np.uint32) if array.dtype.itemsize >= 8 else array
 
 
 def _chunks(arrays: Mapping[str, Array]) -> Iterator[Sequence[str]]:
@@ -95,11 +92,6 @@ def _chunks(arrays: Mapping[str, Array]) -> Iterator[Sequence[str]]:
         n = max(1, min(_MOST_ARRAYS, _MOST_BYTES // max(1, arrays[names[0]].nbytes)))
         for start in range(0, len(names), n):
             yield names[start : start + n]
-
-
-def _host_words(array: np.ndarray) -> np.ndarray:
-    """Splits elements of 64 bits or more into 32-bit words, as JAX would truncate them."""
-    return array.reshape(-1).view(np.uint32) if array.dtype.itemsize >= 8 else array
 
 
 @jax.jit

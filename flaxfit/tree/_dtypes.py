@@ -21,6 +21,11 @@ def is_array(leaf: ArrayLike) -> bool:
     return hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
 
 
+def is_key(leaf: ArrayLike) -> bool:
+    """Returns whether a leaf is a typed random key, or describes one."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def is_named(part: PyTree) -> bool:
     """Returns whether a part of the data is a NamedTuple: one value with fields."""
     return isinstance(part, tuple) and hasattr(part, "_fields")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from flaxfit.tree._dtypes import is_key
 from flaxfit.tree._put import put_like
 from flaxfit.tree._types import ArrayLike, PyTree
 
@@ -98,12 +99,12 @@ def _leaves(tree: PyTree) -> dict[Path, ArrayLike]:
 
 
 def _plain(leaf: ArrayLike) -> ArrayLike:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _read_as(value: ArrayLike, like: ArrayLike) -> ArrayLike | None:
     """Converts a value to the type of the leaf that it replaces; None if it does not fit."""
-    if _is_key(like):
+    if is_key(like):
         words = jnp.asarray(_plain(value))
         expected = jax.eval_shape(jax.random.key_data, like)
         if words.shape != expected.shape or words.dtype != expected.dtype:
@@ -125,10 +126,6 @@ def _read_as(value: ArrayLike, like: ArrayLike) -> ArrayLike | None:
     if isinstance(array, jax.Array):
         array = array.astype(like.dtype)
     return put_like(array, like, like.dtype)
-
-
-def _is_key(leaf: ArrayLike) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _name(path: Path) -> str:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.tree._dtypes import is_key
 from flaxfit.tree._types import ArrayLike, PyTree
 
 
@@ -15,7 +16,7 @@ def put(
         return jax.device_put(array, sharding, may_alias=may_alias)
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return jax.device_put(array, sharding)
-    if jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key):
+    if is_key(array):
         data = put(np.asarray(jax.random.key_data(array)), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     host, copy = np.asarray(array), np.asarray if may_alias is not False else np.array

@@ -109,5 +109,5 @@ def test_what_onnx_cannot_express_is_said_in_words(path):
 
 def test_without_jax2onnx_the_extra_is_named(module, path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax2onnx", None)
-    with pytest.raises(ImportError, match=r"pip install 'flaxfit\[onnx\]'"):
+    with pytest.raises(ImportError, match=r'pip install "flaxfit\[onnx\]"'):
         save_onnx(module, path)

@@ -276,5 +276,5 @@ def test_a_state_is_exported_with_its_parameters_trainable(path, net, apply, var
 
 def test_without_tensorflow_the_extra_is_named(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
-    with pytest.raises(ImportError, match=r"pip install 'flaxfit\[tensorflow\]'"):
+    with pytest.raises(ImportError, match=r'pip install "flaxfit\[tensorflow\]"'):
         save_saved_model(module, os.devnull)

@@ -143,5 +143,5 @@ def test_t5_is_restored_from_what_tensorflow_wrote(kept, truth):
 
 def test_what_is_missing_is_named_where_tensorflow_is_not_installed(kept, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
-    with pytest.raises(ImportError, match=r"pip install 'flaxfit\[tensorflow\]'"):
+    with pytest.raises(ImportError, match=r'pip install "flaxfit\[tensorflow\]"'):
         load_tf_ckpt(kept / "small_t5")
