@@ -35,9 +35,6 @@ def training_stream(
 
     With `steps_per_epoch` the data repeats as often as needed. `class_weight` applies to batches,
     which `form` converts; prepared arrays have it in their weights.
-
-    Raises:
-      ValueError: several passes over a generator are needed, or an option does not fit the data.
     """
     if shuffle not in (None, True, False):
         raise ValueError(f"shuffle must be True, False or None, got {shuffle!r:.60}.")
