@@ -138,8 +138,6 @@ class DataParallel:
         The devices are this process's. Without `jax.pmap`, a single device takes the leaves
         unchanged: adding an axis would take as long as dispatching a step.
         """
-        if isinstance(batch, np.ndarray):
-            return self._split_leaf(batch, n_stacked)
         # Not `jax.tree.map`, which takes twice as long at each step.
         leaves, structure = jax.tree.flatten(batch)
         return structure.unflatten([self._split_leaf(leaf, n_stacked) for leaf in leaves])
