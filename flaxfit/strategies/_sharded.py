@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from itertools import combinations
 
 import jax
@@ -225,9 +224,11 @@ class Sharded:
     def bind(self, function: Function) -> Function:
         """Traces the function with the mesh and the rules for `nn.with_logical_constraint`."""
         alone = only_replica(function, self, self._replica)
+        given = next(iter(self._narrowed))
+        dropped = {axis for axis in given if axis not in self._batch_axes}
 
         def bound(*arguments: PyTree) -> PyTree:
-            with self._context():
+            with within(self.mesh, self.rules, self._batch_axes, dropped):
                 return alone(*arguments)
 
         return bound
@@ -323,11 +324,6 @@ class Sharded:
             return NamedSharding(self.mesh, spec)
 
         return jax.tree_util.tree_map_with_path(placement, tree, is_leaf=_is_state)
-
-    def _context(self) -> AbstractContextManager[None]:
-        given = next(iter(self._narrowed))
-        dropped = {axis for axis in given if axis not in self._batch_axes}
-        return within(self.mesh, self.rules, self._batch_axes, dropped)
 
 
 def _is_state(tree: PyTree) -> bool:
