@@ -148,7 +148,7 @@ class DataParallel:
         if is_host and not n_stacked:
             x = unaliased(x, self.devices[0].platform)
         if self._is_unsplit:
-            is_usable = is_host or x.sharding == self._first
+            is_usable = isinstance(x, np.ndarray) or x.sharding == self._first
             return x if is_usable else jax.device_put(x, self._whole)
         n = len(self._local)
         if n_stacked:
