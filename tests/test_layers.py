@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "metrics": "tree losses display",
     "data": "tree distributed display",
     "state": "tree optim display",
-    "strategies": "tree state",
+    "strategies": "tree display state",
     "modules": "tree data",
     "task": "tree losses optim display metrics data modules",
     "export": "tree display data modules",

@@ -1,7 +1,6 @@
 """fit: the body of `Model.fit`, from its arguments to its history."""
 
 import contextlib
-import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -261,10 +260,9 @@ def _first_lines(
     validation: Validation | None,
     n_steps: int | None,
 ) -> list[str]:
-    params = loop.state_in_place.params
     return display.start_lines(
         name,
-        n_params=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
+        n_params=display.html.n_numbers(loop.state_in_place.params),
         n_devices=len(loop.strategy.devices),
         platform=jax.default_backend(),
         batch_size=getattr(stream, "batch_size", None),

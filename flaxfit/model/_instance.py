@@ -20,10 +20,6 @@ class Instance:
     """Writes weights into the NNX instance of an `apply`, and detects changes by the user.
 
     It does nothing if the `apply` has no instance.
-
-    Args:
-      apply: the `apply` of the task.
-      name: the class of the module, for notices.
     """
 
     def __init__(self, apply: Function, name: str):
@@ -61,11 +57,7 @@ class Instance:
                 raise  # With `error`, a failed step may have consumed the donated weights.
 
     def is_changed(self) -> bool:
-        """Whether attributes were changed since the last `follow`.
-
-        Raises:
-          ValueError: they were changed during a `fit`.
-        """
+        """Whether attributes were changed since the last `follow`."""
         if self._attributes is not None and self._attributes.were_changed():
             self._is_changed = True
         if self._is_changed and self._is_fitting:
@@ -90,11 +82,7 @@ class Instance:
             )
 
     def check(self, init: Function, variables: Variables) -> None:
-        """Checks that `init` of the instance returns variables like those of the model.
-
-        Raises:
-          ValueError: variables were added or removed, or have other shapes.
-        """
+        """Checks that `init` of the instance returns variables like those of the model."""
         found = jax.eval_shape(init, None)
         found = {name: tree for name, tree in found.items() if not name.endswith("_axes")}
         now, own = (

@@ -10,15 +10,7 @@ from flaxfit.callbacks._progress import SECONDS_BETWEEN_REFRESHES
 
 
 class PassBar:
-    """Counts the batches of one pass, and draws a bar on a terminal or in a notebook.
-
-    Args:
-      label: the name of the pass, such as "Evaluate".
-      total: the number of batches; None: unknown.
-      verbose: "auto": a bar, if the pass takes longer than half a second; 1: also a line at the
-        end; 2: only that line; 0: nothing.
-      clock: returns the time in seconds.
-    """
+    """Counts the batches of one pass, and draws a bar on a terminal or in a notebook."""
 
     def __init__(
         self,

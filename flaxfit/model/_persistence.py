@@ -1,6 +1,5 @@
 """Persistence: saves, loads and exports the state of a model."""
 
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 
 from flaxfit import checkpoints
 from flaxfit.callbacks._history import History
-from flaxfit.display import short_errors
+from flaxfit.display import html, short_errors
 from flaxfit.loop import Consistency
 from flaxfit.model._export import apply_to_export
 from flaxfit.model._programs import Programs
@@ -58,7 +57,7 @@ class Persistence(Programs):
         >>> model.count_params()
         2
         """
-        return sum(math.prod(np.shape(each)) for each in self._weights())
+        return html.n_numbers(self._weights())
 
     def get_weights(self) -> list[np.ndarray]:
         """Returns the current weights, not their average, as copies on the host.

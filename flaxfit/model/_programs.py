@@ -24,11 +24,7 @@ class Programs:
         self._names = None
 
     def _follow_module(self) -> None:
-        """Remakes all tasks and loops if attributes of the NNX instance were changed.
-
-        Raises:
-          ValueError: the variables of the instance were changed, or a `fit` is running.
-        """
+        """Remakes all tasks and loops if attributes of the NNX instance were changed."""
         instance = self._trainer.instance
         if instance.is_changed():
             frozen = {"freeze": self._trainer.task.freeze}

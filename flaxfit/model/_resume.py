@@ -40,12 +40,6 @@ class RunFolder(CheckpointFileReader):
 
     A checkpoint that does not record where its call began (of a loop or an older version) counts as
     one of a call that began at step 0.
-
-    Args:
-      folder: the folder or the writer.
-      resume: as in `fit`.
-      trainer: the model as it is before the call.
-      epochs: as in `fit`.
     """
 
     def __init__(
@@ -121,11 +115,7 @@ class RunFolder(CheckpointFileReader):
         initial_epoch: int,
         n_steps: int | None,
     ) -> int:
-        """Returns the number of epochs that a resumed call has left.
-
-        Raises:
-          ValueError: the saved epochs had another number of steps, or began at another epoch.
-        """
+        """Returns the number of epochs that a resumed call has left."""
         if history.initial_epoch != initial_epoch:
             raise ValueError(
                 f"Cannot resume in {self._name} with initial_epoch={initial_epoch}: the run began "

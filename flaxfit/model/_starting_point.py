@@ -27,17 +27,12 @@ from flaxfit.tree import InitFn, PyTree, shapes_of, without_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A reader for a loop: the state of a checkpoint, without history, position and callbacks.
-
-    Args:
-      target: the `init` of the model.
-      found: the checkpoint.
-      loaded: its state, as nested dicts until `compile` needs the optimizer's types.
-    """
+    """A reader for a loop: the state of a checkpoint, without history, position and callbacks."""
 
     target: InitFn
     found: checkpoints.CheckpointFile
     loaded: TrainState
+    """The state, as nested dicts until `compile` needs the optimizer's types."""
 
     def read(self, template: TrainState) -> checkpoints.CheckpointFile:
         """Returns the checkpoint with the types of the template; a mismatch is a ValueError."""
@@ -68,12 +63,6 @@ class StartingPoint:
     """The task, the seed and the state that the next loop of a model starts from.
 
     The members that read and replace its state are named as those of a `TrainLoop`.
-
-    Args:
-      fresh: the `init` of the model, which returns fresh variables.
-      task: the task to train.
-      strategy: where arrays live.
-      seed: the seed of fresh parameters and of the run.
     """
 
     def __init__(self, fresh: InitFn, task: TrainTask, strategy: Strategy, seed: int):
@@ -123,11 +112,7 @@ class StartingPoint:
 
     @property
     def state(self) -> TrainState:
-        """The training state.
-
-        Raises:
-          RuntimeError: there is none yet.
-        """
+        """The training state."""
         if self.known is not None:
             return self.known
         if self._gives_weights:
@@ -223,14 +208,9 @@ def continued(
 ) -> tuple[TrainState, Late]:
     """Converts a state to the optimizer of a task, which may be another one or have new options.
 
-    Also returns the parameters that were unfrozen after the first update. Prints whether the
-    optimizer state was kept, unless no step was trained.
-
-    Args:
-      state: the present state.
-      task: the task to continue with.
-      is_same: whether the user's optimizer is that of the state: its hyperparameters stay.
-      quiet: whether to print nothing, because only `freeze` was set.
+    Also returns the parameters that were unfrozen after the first update. With `is_same` the user's
+    optimizer is that of the state, and its hyperparameters stay. Prints whether the optimizer state
+    was kept, unless no step was trained or only `freeze` was set (`quiet`).
     """
     optimizer = task.optimizer
     if task.step is None:  # The rate of a plain optimizer may have been moved into the state.

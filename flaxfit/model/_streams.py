@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -35,9 +34,6 @@ def training_stream(
 
     With `steps_per_epoch` the data repeats as often as needed. `class_weight` applies to batches,
     which `form` converts; prepared arrays have it in their weights.
-
-    Raises:
-      ValueError: several passes over a generator are needed, or an option does not fit the data.
     """
     if shuffle not in (None, True, False):
         raise ValueError(f"shuffle must be True, False or None, got {shuffle!r:.60}.")
@@ -47,37 +43,8 @@ def training_stream(
             f"{epochs} passes: pass a list of batches, a loader, or a callable that returns a new "
             "one (lambda: batches()). Or pass steps_per_epoch, and enough batches for all epochs."
         )
-    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed}
-    stream = _passes(data, epochs, steps_per_epoch, n_before, **options)
-    if class_weight is None or isinstance(data, tuple):
-        return stream
-    if isinstance(class_weight, str) and class_weight == BALANCED:
-        class_weight = balanced_by_pass(data, batch_size, form)
-    return ClassWeightedStream(stream, class_weight, form)
-
-
-def _passes(
-    data: Data,
-    epochs: int,
-    steps_per_epoch: int | None,
-    n_before: int,
-    *,
-    batch_size: int | None,
-    shuffle: bool | None,
-    seed: int,
-) -> DataStream:
     if isinstance(data, tuple):
-        size, shuffle = regular_size(batch_size), shuffle is not False
-        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data[0])]
-        is_square = any(shape[:2] == 2 * shape[:1] for shape in shapes)
-        if shuffle and is_square and len(shapes) > 1:
-            say(
-                "the rows of all inputs are shuffled, but not the columns of a square one: if it "
-                "relates rows to each other, as an adjacency matrix does, pass shuffle=False"
-            )
-        stream = ArrayStream(*data, batch_size=size, shuffle=shuffle, seed=seed)
-        stream.epoch = n_before  # The order of an epoch depends on the seed and its number alone.
-        return stream
+        return _of_arrays(data, regular_size(batch_size), shuffle is not False, seed, n_before)
     # Indexed batches may be shuffled in their order, even if they shuffle rows themselves.
     shuffles = getattr(data, "shuffle", False) is True and not is_indexed(data)
     if shuffle is False and shuffles:
@@ -88,10 +55,29 @@ def _passes(
     shuffle = is_hugging_face(data) if shuffle is None else bool(shuffle)
     stream = as_stream(data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     is_apart = steps_per_epoch is None and length_of(stream) is None
-    if not hasattr(stream, "passes") or (stream is data and not is_apart):
+    if hasattr(stream, "passes") and (is_apart or stream is not data):
+        n_passes = None if steps_per_epoch else epochs
+        stream = stream.passes(n_passes, start=n_before, is_apart=is_apart)
+    if class_weight is None:
         return stream
-    n_passes = None if steps_per_epoch else epochs
-    return stream.passes(n_passes, start=n_before, is_apart=is_apart)
+    if isinstance(class_weight, str) and class_weight == BALANCED:
+        class_weight = balanced_by_pass(data, batch_size, form)
+    return ClassWeightedStream(stream, class_weight, form)
+
+
+def _of_arrays(
+    arrays: tuple[PyTree, ...], batch_size: int, shuffle: bool, seed: int, n_before: int
+) -> ArrayStream:
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(arrays[0])]
+    is_square = any(shape[:2] == 2 * shape[:1] for shape in shapes)
+    if shuffle and is_square and len(shapes) > 1:
+        say(
+            "the rows of all inputs are shuffled, but not the columns of a square one: if it "
+            "relates rows to each other, as an adjacency matrix does, pass shuffle=False"
+        )
+    stream = ArrayStream(*arrays, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    stream.epoch = n_before  # The order of an epoch depends on the seed and its number alone.
+    return stream
 
 
 def in_order(data: Data, batch_size: int | None) -> Data:

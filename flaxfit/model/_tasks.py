@@ -39,11 +39,7 @@ class Recipe:
         return ["optimizer"] if has_loss else ["optimizer", "loss"]
 
     def changed(self, changes: Mapping[str, Any], options: Mapping[str, Any]) -> "Recipe":
-        """Returns a copy with these options, and with those changes that are not None.
-
-        Raises:
-          TypeError: an option is unknown.
-        """
+        """Returns a copy with these options, and with those changes that are not None."""
         given = {name: value for name, value in changes.items() if value is not None}
         own = dict(self.options)
         if "loss" in given:

@@ -150,8 +150,7 @@ class Trainer:
     def freeze(self, patterns: Any) -> None:
         """Freezes the parameters that match these patterns, and trains all others.
 
-        Raises:
-          ValueError: they do not fit the model; nothing has changed then.
+        Patterns that do not fit the model raise a ValueError and change nothing.
         """
         known = self.starting_point.known
         if self.loop is not None:
@@ -198,9 +197,6 @@ class Trainer:
 
         A loaded state is compared with the model. `inputs` returns the inputs of a batch; it is
         called only if their shapes are needed, or with `notes_shapes`, for `summary`.
-
-        Raises:
-          ValueError: the weights or the state do not fit the model; lists every difference.
         """
         if self.loop is None:
             self.starting_point.begin(inputs, notes_shapes=notes_shapes)
@@ -274,8 +270,7 @@ class Trainer:
     def follow_module(self, task: TrainTask, init: InitFn) -> None:
         """Switches to a task of the same module, after a change of its attributes.
 
-        Raises:
-          ValueError: its variables do not match the present weights; nothing has changed then.
+        Variables that do not match the present weights raise a ValueError and change nothing.
         """
         if self.loop is not None or self.starting_point.known is not None:
             self.instance.check(init, self.state_in_place.variables)

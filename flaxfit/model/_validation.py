@@ -33,14 +33,7 @@ def epochs_of(validation_freq: Any) -> Epochs:
 class Validation:
     """A callback that measures validation data, and adds the metrics as "val_<metric>".
 
-    Args:
-      evaluator: the loop to measure with.
-      averaged: returns the state with the weights to measure.
-      data: the prepared data.
-      batch_size: the batch size of arrays and data sets.
-      is_given: whether the batch size was given for this data, which is an error for batches.
-      n_steps: the number of batches to measure; None: all.
-      is_due: whether the present epoch is validated.
+    `is_given`: the batch size was given for this data, which is an error for batches.
     """
 
     borrows = True
@@ -130,11 +123,7 @@ class GeneratorValidation(Validation):
 
 
 def validation_of(data: Data, *, n_times: int, n_steps: int | None, **options: Any) -> Validation:
-    """Makes a `Validation` that measures `n_times`.
-
-    Raises:
-      ValueError: the data is a generator, but is measured whole several times.
-    """
+    """Makes a `Validation` that measures `n_times`."""
     is_generator = is_read_once(data)
     if is_generator and n_steps is None and n_times > 1:
         raise ValueError(

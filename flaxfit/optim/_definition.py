@@ -13,12 +13,13 @@ import numpy as np
 import optax
 
 from flaxfit.optim._arguments import OPTAX_ARGUMENTS
+from flaxfit.optim._averaged import like
 from flaxfit.optim._filters import Filter
 from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._hyperparams import check_known, check_number
 from flaxfit.optim._optimizer import Adjustable, Optimizer
 from flaxfit.optim._overridable import Overridable, as_float
-from flaxfit.tree import Array, ArrayLike, Function, OptState, Params, PyTree
+from flaxfit.tree import ArrayLike, Function, OptState, Params, PyTree
 
 
 class OptimizerDef(Adjustable):
@@ -194,7 +195,7 @@ class OptimizerDef(Adjustable):
         # The state keeps the values without this step's overrides.
         kept = {name: self._without_override(name, state) for name in own}
         new = new._replace(count=(), hyperparams={**new.hyperparams, **kept})
-        return updates, jax.tree.map(_in_dtype_of, new, state)
+        return updates, like(new, state)  # Hyperparameters may be wider.
 
     def _whole_set(self, hyper_params: PyTree) -> dict[str, PyTree]:
         """Returns an override for every hyperparameter, None if it is not in the set."""
@@ -326,8 +327,3 @@ def _check_schedule(name: str, value: Function) -> None:
             f"{name} is a function, but not a schedule: it does not map a step to a number. If the "
             f"optimizer needs the function itself, name it in static=({name!r},)."
         )
-
-
-def _in_dtype_of(new: Array, old: Array) -> Array:
-    """Casts a new leaf back to the dtype of the old one: hyperparameters may be wider."""
-    return new.astype(old.dtype) if new.dtype != old.dtype else new

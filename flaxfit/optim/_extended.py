@@ -223,9 +223,7 @@ def wrap_state(
     """Wraps the state of a user's optimizer for one with options; returns others unchanged."""
     if isinstance(opt_state, ExtendedState):
         return with_statistics(optimizer, opt_state, model_state)
-    if not isinstance(optimizer, ExtendedOptimizer):
-        return opt_state
-    if optimizer._is_bare:
+    if not isinstance(optimizer, ExtendedOptimizer) or optimizer._is_bare:
         return opt_state
     own = jax.eval_shape(optimizer.user.init, params)
     if jax.tree.structure(own) != jax.tree.structure(opt_state):

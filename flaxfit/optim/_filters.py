@@ -51,9 +51,6 @@ def assign(filters: Sequence[Filter], names: Sequence[str], params: Params) -> P
 
     >>> assign(["a/.*", lambda path, x: x > 2], ["a/.*", "1"], {"a": {"b": 1}, "c": 2, "d": 3})
     {'a': 0, 'c': 2, 'd': 1}
-
-    Raises:
-      ValueError: a group has no parameter, or two groups have the same one.
     """
     paths = [path for path, _ in _parameters(params)]
     chosen = [_select(filter, params) for filter in filters]

@@ -68,14 +68,7 @@ def update_each(
 
 
 def late_after(late: Late, old: OptState, new: OptState, params: Params) -> Late:
-    """Returns the generations after parameters were frozen or unfrozen.
-
-    Args:
-      late: the generations before.
-      old: the optimizer's state before.
-      new: its state after, with the moments and counts that were kept.
-      params: all parameters.
-    """
+    """Returns the generations after parameters were frozen or unfrozen: `new` followed `old`."""
     known = frozenset(flat(params))
     before, now = _with_moments(old, known), _with_moments(new, known)
     kept = [Generation(each.paths & before & now, each.start) for each in late]

@@ -178,11 +178,7 @@ def group_name(state: OptState, group: str | int) -> str:
 
 
 def group_named(state: OptState, group: str | int) -> str:
-    """Returns the name of a group of a `MultiOptimizer`, anywhere in a state.
-
-    Raises:
-      ValueError: the group does not exist.
-    """
+    """Returns the name of a group of a `MultiOptimizer`, anywhere in a state."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, GroupsState))
     found = next((node for node in nodes if isinstance(node, GroupsState)), None)
     if found is None:

@@ -42,9 +42,6 @@ def unaliased(x: np.ndarray, platform: str) -> np.ndarray:
 
     Else a source that reuses the memory for its next batch would change the previous batch. On a
     CPU, programs alias memory aligned to 64 bytes; elsewhere the transfer is asynchronous.
-
-    Args:
-      platform: the platform of the devices, as JAX names it.
     """
     if not x.flags.writeable:
         return x

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from flaxfit.display import size
 from flaxfit.strategies._specs import axes_of, n_parts
 from flaxfit.tree import PyTree, flat
 
@@ -68,9 +69,9 @@ class Layout:
 
     def __repr__(self) -> str:
         n_devices = math.prod(self.mesh.values())
-        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.items())
         rows = [
-            (path, f"{a.dtype}{list(a.shape)}", _show(a.spec), _bytes(a.bytes_per_device))
+            (path, f"{a.dtype}{list(a.shape)}", _show(a.spec), size(a.bytes_per_device))
             for path, a in self.arrays.items()
         ]
         rows = [("array", "shape", "split over", "per device"), *rows]
@@ -78,15 +79,15 @@ class Layout:
         table = [f"{a:{w}}  {b:{x}}  {c:{y}}  {d:>{z}}" for a, b, c, d in rows]
         used = {axis for a in self.arrays.values() for entry in a.spec for axis in axes_of(entry)}
         used |= {*self.batch_axes}
-        idle = [axis for axis, size in self.mesh.items() if size > 1 and axis not in used]
+        idle = [axis for axis, n in self.mesh.items() if n > 1 and axis not in used]
         notes = [f"nothing is split over {axis}: its devices all do the same" for axis in idle]
         return "\n".join(
             [
                 f"mesh {mesh}: {n_devices} devices, batches split over "
                 f"{' and '.join(self.batch_axes) or 'none'}",
                 *table,
-                f"state {_bytes(self.n_bytes)}, on each device {_bytes(self.bytes_per_device)}, "
-                f"of these {_bytes(self.replicated_bytes)} in arrays that every device holds whole",
+                f"state {size(self.n_bytes)}, on each device {size(self.bytes_per_device)}, "
+                f"of these {size(self.replicated_bytes)} in arrays that every device holds whole",
                 *notes,
             ]
         )
@@ -110,10 +111,3 @@ def _show(spec: PartitionSpec) -> str:
     if not any(spec):
         return "whole"
     return "(" + ", ".join("*".join(axes_of(entry)) or "-" for entry in spec) + ")"
-
-
-def _bytes(n: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n} B"

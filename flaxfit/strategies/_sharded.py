@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from itertools import combinations
 
 import jax
@@ -188,8 +187,6 @@ class Sharded:
 
         NumPy arrays stay on the host: the compiled function moves each part to its device.
         """
-        if isinstance(batch, np.ndarray):
-            return self._split_leaf(batch, n_stacked)
         # Not `jax.tree.map`, which takes twice as long at each step.
         leaves, structure = jax.tree.flatten(batch)
         return structure.unflatten([self._split_leaf(leaf, n_stacked) for leaf in leaves])
@@ -227,9 +224,11 @@ class Sharded:
     def bind(self, function: Function) -> Function:
         """Traces the function with the mesh and the rules for `nn.with_logical_constraint`."""
         alone = only_replica(function, self, self._replica)
+        given = next(iter(self._narrowed))
+        dropped = {axis for axis in given if axis not in self._batch_axes}
 
         def bound(*arguments: PyTree) -> PyTree:
-            with self._context():
+            with within(self.mesh, self.rules, self._batch_axes, dropped):
                 return alone(*arguments)
 
         return bound
@@ -256,14 +255,7 @@ class Sharded:
             results, rows = bound(*arguments)
             return results, self._split_rows(rows)
 
-        function = placed if has_rows else bound
-        jitted = self._jit(function, arguments, n_donated)
-        is_ahead = can_call(arguments)
-        if self.n_processes == 1:
-            return jitted.lower(*arguments).compile() if is_ahead else jitted
-        lowered = jitted.lower(*arguments)
-        self.text = lowered.as_text()
-        return lowered.compile() if is_ahead else jitted
+        return self._compile(placed if has_rows else bound, arguments, n_donated)
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split like the batch."""
@@ -272,15 +264,14 @@ class Sharded:
         def split(*arguments: PyTree) -> PyTree:
             return self._split_rows(bound(*arguments))
 
-        jitted = self._jit(split, arguments, 0)
-        return jitted.lower(*arguments).compile() if can_call(arguments) else jitted
+        return self._compile(split, arguments)
 
     def _split_rows(self, results: PyTree) -> PyTree:
         return jax.lax.with_sharding_constraint(results, jax.tree.map(self._split_as, results))
 
-    def _jit(
-        self, function: Function, arguments: tuple[PyTree, ...], n_donated: int
-    ) -> jax.stages.Wrapped:
+    def _compile(
+        self, function: Function, arguments: tuple[PyTree, ...], n_donated: int = 0
+    ) -> Function:
         *states, batch = arguments
 
         def place_of(x: Array) -> jax.sharding.Sharding:
@@ -294,7 +285,13 @@ class Sharded:
         places = [jax.tree.map(stay, state, self._placements(state)) for state in states]
         shardings = (*places, jax.tree.map(place_of, batch))
         donated = tuple(range(n_donated))
-        return jax.jit(function, in_shardings=shardings, donate_argnums=donated)
+        jitted = jax.jit(function, in_shardings=shardings, donate_argnums=donated)
+        is_ahead = can_call(arguments)
+        if not is_ahead and self.n_processes == 1:
+            return jitted
+        lowered = jitted.lower(*arguments)
+        self.text = lowered.as_text() if self.n_processes > 1 else ""
+        return lowered.compile() if is_ahead else jitted
 
     def _split_as(self, x: Array, n_stacked: int = 0) -> NamedSharding:
         """Returns the sharding of an array of a batch: split by rows; a number is whole."""
@@ -327,11 +324,6 @@ class Sharded:
             return NamedSharding(self.mesh, spec)
 
         return jax.tree_util.tree_map_with_path(placement, tree, is_leaf=_is_state)
-
-    def _context(self) -> AbstractContextManager[None]:
-        given = next(iter(self._narrowed))
-        dropped = {axis for axis in given if axis not in self._batch_axes}
-        return within(self.mesh, self.rules, self._batch_axes, dropped)
 
 
 def _is_state(tree: PyTree) -> bool:

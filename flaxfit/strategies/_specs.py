@@ -39,14 +39,8 @@ def state_specs(
 ) -> dict[str, PartitionSpec]:
     """Returns a spec by path for each array of the parameters, optimizer and model state.
 
-    Args:
-      state: a state, of arrays or of `jax.ShapeDtypeStruct`s.
-      sizes: the axes of the mesh.
-      rules: `(logical name, axis)`, or `(pattern of parameter paths, PartitionSpec)`.
-      fsdp: the axis that splits the largest free dimension of every array that is not small.
-
-    Raises:
-      ValueError: rules and arrays do not match; it lists every case.
+    Rules are pairs `(logical name, axis)` or `(pattern of parameter paths, PartitionSpec)`. The
+    axis `fsdp` splits the largest free dimension of every array that is not small.
     """
     names, arrays = state.axes or {}, flat(state)
     problems = list(_unknown_axes(names, arrays, sizes, rules))

@@ -49,12 +49,7 @@ def are_same(some: Mapping[str, Companion], others: Mapping[str, Companion]) -> 
 
 
 def as_companions(owner: str, task: Any) -> Mapping[str, Companion]:
-    """Normalizes the companions of a task, and checks them against its objective.
-
-    Raises:
-      TypeError: a companion is neither `(apply, variables)` nor an NNX module.
-      ValueError: a name is invalid, or there is no objective with these keyword arguments.
-    """
+    """Normalizes the companions of a task, and checks them against its objective."""
     given = {} if task.companions is None else task.companions
     if not isinstance(given, Mapping):
         raise TypeError(

@@ -20,9 +20,6 @@ def for_all_outputs(task: Task, outputs: tuple[PyTree, ...], batch: Batch) -> Ta
 
     Losses of flaxfit or Optax take one output, as do functions that do not accept all outputs and
     targets. There must be as many targets as outputs; mappings are matched by name.
-
-    Raises:
-      ValueError: the batch has a weight for each token.
     """
     loss: Any = getattr(task, "loss", None)
     if loss is None or isinstance(loss, LossByOutput):

@@ -284,9 +284,6 @@ def module_of(task: TrainTask, state: PyTree) -> Any:
     """Returns the module of a task with copies of the weights of a state, in evaluation mode.
 
     The weights are their average where one is kept.
-
-    Raises:
-      ValueError: the task was made of functions, not of a module.
     """
     return module_with(task, copied(averaged_by(task, state).variables))
 
