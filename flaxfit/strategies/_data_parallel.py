@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from flaxfit.strategies._compilation import can_call
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices, local_devices
-from flaxfit.strategies._mapped import Implementation, chosen, is_unsplit, mapped, out_specs
+from flaxfit.strategies._mapped import Implementation, by_axis, chosen, is_unsplit, mapped
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, without_axis
 from flaxfit.tree import Array, Device, Function, PyTree
 
@@ -254,13 +254,18 @@ class DataParallel:
 
     def _on_all(self, program: Function, out_axes: PyTree) -> Function:
         """Wraps a program over all processes to take, and return, this process's arrays."""
-        specs = out_specs(self._axis, out_axes)
+        n = len(self._local)
+
+        def own(results: PyTree, axis: int | None) -> PyTree:
+            def own_leaf(x: jax.Array) -> jax.Array:
+                if axis is None:
+                    return _assemble(x.shape, self._whole, x)
+                return _assemble((n, *x.shape[1:]), self._parts, x)
+
+            return jax.tree.map(own_leaf, results)
 
         def call(*arguments: PyTree) -> PyTree:
-            results = program(*self._share_with_all(arguments))
-            return multihost_utils.global_array_to_host_local_array(
-                results, self._everywhere, specs
-            )
+            return by_axis(own, program(*self._share_with_all(arguments)), out_axes)
 
         return call
 
@@ -268,8 +273,24 @@ class DataParallel:
         """Converts this process's arguments to global arrays of all processes."""
         if self.n_processes == 1:
             return arguments
-        specs = (self._whole.spec,) * (len(arguments) - 1) + (self._parts.spec,)
-        return multihost_utils.host_local_array_to_global_array(arguments, self._everywhere, specs)
+
+        def share(tree: PyTree, here: NamedSharding, n: int) -> PyTree:
+            there = NamedSharding(self._everywhere, here.spec)
+
+            def share_leaf(x: jax.Array) -> jax.Array:
+                return _assemble((x.shape[0] * n, *x.shape[1:]) if n else x.shape, there, x)
+
+            return jax.tree.map(share_leaf, jax.device_put(tree, here))
+
+        *whole, batch = arguments
+        batch = share(batch, self._parts, self.n_processes)
+        return (*share(whole, self._whole, 0), batch)
+
+
+def _assemble(shape: tuple[int, ...], sharding: NamedSharding, array: jax.Array) -> jax.Array:
+    """Makes an array from this process's shards of another array."""
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def _check_default(axis_name: str) -> None:

@@ -52,12 +52,12 @@ def mapped(
         *whole, part = arguments
         if not is_one:
             part = jax.tree.map(lambda x: jax.lax.squeeze(x, [0]), part)
-        return _expand(function(*whole, part), out_axes)
+        return by_axis(_expand, function(*whole, part), out_axes)
 
     whole, parts = PartitionSpec(), PartitionSpec(axis)
     specs = (
         (whole,) * (n_arguments - 1) + (whole if is_one else parts,),
-        out_specs(axis, out_axes),
+        by_axis(lambda _, axis: whole if axis is None else parts, out_axes, out_axes),
     )
     in_shardings, out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     # check_vma=False: not every reduction can prove that its results agree (nor does `pmap` check).
@@ -72,13 +72,11 @@ def is_unsplit(mesh: Mesh, implementation: Implementation) -> bool:
     return mesh.size == 1 and implementation == "shard_map"
 
 
-def out_specs(axis: str, out_axes: PyTree) -> PyTree:
-    """Returns how results are split over the mesh: by the device axis, or not at all."""
-    return jax.tree.map(
-        lambda out_axis: PartitionSpec() if out_axis is None else PartitionSpec(axis),
-        out_axes,
-        is_leaf=lambda each: each is None,
-    )
+def by_axis(function: Function, results: PyTree, out_axes: PyTree) -> PyTree:
+    """Calls `function(results, axis)`, or maps it over two tuples."""
+    if isinstance(out_axes, tuple):
+        return tuple(map(function, results, out_axes))
+    return function(results, out_axes)
 
 
 def chosen(given: Implementation | Literal["auto"], n_processes: int) -> Implementation:
@@ -93,10 +91,7 @@ def chosen(given: Implementation | Literal["auto"], n_processes: int) -> Impleme
     )
 
 
-def _expand(results: PyTree, out_axes: PyTree) -> PyTree:
-    """Adds the device axis to the results that keep it."""
-    if out_axes is None:
+def _expand(results: PyTree, axis: int | None) -> PyTree:
+    if axis is None:
         return results
-    if isinstance(out_axes, tuple):
-        return tuple(map(_expand, results, out_axes))
     return jax.tree.map(lambda x: jax.lax.expand_dims(x, [0]), results)
