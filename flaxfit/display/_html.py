@@ -4,6 +4,8 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import jax
+
 from flaxfit.display._numbers import count, plural, size
 from flaxfit.tree import ArrayLike, Device, Json, PyTree, flat
 
@@ -91,7 +93,7 @@ def of_model(
 
 def n_numbers(tree: PyTree) -> int:
     """Returns the total number of elements in a tree."""
-    return sum(math.prod(_shape(leaf)) for leaf in flat(tree).values())
+    return sum(math.prod(_shape(leaf)) for leaf in jax.tree.leaves(tree))
 
 
 def _n_bytes(tree: PyTree) -> int:
