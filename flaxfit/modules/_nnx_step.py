@@ -19,7 +19,7 @@ def nnx_step(function: Function, **objects: Any) -> "NNXStep":
     metrics of the step by name. It is traced, as under `nnx.jit`, on copies that hold the state of
     the run; the modules keep their current modes.
 
-    >>> import flaxfit as ff
+    >>> import flaxfit as ff, jax.numpy as jnp
     >>> from flax import nnx
     >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
     >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
