@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,15 +62,19 @@ def labels_for(loss: Loss, outputs: ArrayLike) -> Labels | None:
 
 
 def _labels_for(loss: Loss, outputs: ArrayLike, options: Mapping[str, Any]) -> Labels | None:
-    if loss in _OF_CLASSES and np.ndim(outputs):
+    if _is_one_of(_OF_CLASSES, loss) and np.ndim(outputs):
         n = np.shape(outputs)[options.get("axis", -1)]
         return Labels(f"0..{n - 1}", f"{n} outputs", lambda y: not_a_class(y, n), 0)
     name = f"loss {getattr(loss, '__name__', '')!r}"
-    if loss in _OF_SHARES:
+    if _is_one_of(_OF_SHARES, loss):
         return Labels("0..1", name, _not_a_share, 0)
-    if loss in _OF_SIGNS:
+    if _is_one_of(_OF_SIGNS, loss):
         return Labels("-1 or 1", name, lambda y: (y != 1) & (y != -1), 1)
     return None
+
+
+def _is_one_of(losses: Sequence[Loss], loss: Loss) -> bool:
+    return any(loss is each for each in losses)
 
 
 def out_of_range(loss: Loss, *outputs_and_targets: PyTree) -> Array | None:
@@ -119,8 +123,8 @@ def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
         return
     lowest, highest = labels[wrong].min(), labels[wrong].max()
     label = lowest if lowest < 0 else highest
-    advice = " Make 2 * y - 1 of labels 0 and 1." if loss in _OF_SIGNS else ""
-    if label < 0 and lowest == highest and loss in (crossentropy, binary_crossentropy):
+    advice = " Make 2 * y - 1 of labels 0 and 1." if _is_one_of(_OF_SIGNS, loss) else ""
+    if label < 0 and lowest == highest and _is_one_of((crossentropy, binary_crossentropy), loss):
         advice = f" To leave them out: flaxfit.losses.{loss.__name__}(ignore_label={label})."
     raise ValueError(
         f"label {label} is out of range for {known.owner} (labels must be {known.allowed}). "
@@ -181,9 +185,9 @@ def _by_value(loss: Loss, wrong_labels: Array) -> Array:
     options: Mapping[str, Any] = {}
     if isinstance(loss, functools.partial):
         loss, options = loss.func, loss.keywords
-    if loss in _OF_ROWS:
+    if _is_one_of(_OF_ROWS, loss):
         return wrong_labels.any(options.get("axis", -1))
-    if loss in _OF_MASKS:
+    if _is_one_of(_OF_MASKS, loss):
         return wrong_labels.any(summed_axes("", options.get("axis"), wrong_labels.ndim))
     return wrong_labels.any(-1) if loss is ctc else wrong_labels
 
