@@ -96,8 +96,10 @@ class Checkpoint:
         >>> checkpoint.replace(stop=True).stop
         True
         """
+        if type(self) is not Checkpoint:
+            return dataclasses.replace(self, **changes)
         # Not `dataclasses.replace`, which would read borrowed values, and so build them.
-        return type(self)(**{**self.__dict__, **changes})
+        return Checkpoint(**{**self.__dict__, **changes})
 
     def __getstate__(self) -> dict[str, PyTree]:
         own = {name: getattr(self, name) for name in _BORROWABLE}
