@@ -38,26 +38,34 @@ class LazyArray(abc.ABC):
     def __init__(self, shape: Sequence[int], dtype: DTypeLike, get_fn: Function) -> None:
         if dtype is None:
             raise TypeError("A lazy array needs a dtype: got None.")
-        self.shape = tuple(int(size) for size in shape)
-        """The shape, known without reading."""
-        self.dtype = np.dtype(dtype)
-        """The dtype, known without reading."""
+        self._shape = tuple(int(size) for size in shape)
+        self._dtype = np.dtype(dtype)
         self._get_fn = get_fn
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, known without reading."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype, known without reading."""
+        return self._dtype
 
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        return len(self.shape)
+        return len(self._shape)
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return math.prod(self.shape)
+        return math.prod(self._shape)
 
     @property
     def nbytes(self) -> int:
         """The bytes of the array in memory once it is read."""
-        return self.size * self.dtype.itemsize
+        return self.size * self._dtype.itemsize
 
     @abc.abstractmethod
     def get(self) -> Array:
