@@ -13,7 +13,7 @@ from flaxfit.display import plural, say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._hyperparams import with_hyperparams_of
 from flaxfit.state import Checkpoint, TrainState
-from flaxfit.tree import Array, PyTree
+from flaxfit.tree import Array, PyTree, is_key
 
 _FIELDS = ("step", "params", "opt_state", "model_state")
 
@@ -122,8 +122,7 @@ def _to_host(state: TrainState) -> TrainState:
     """Copies the state to NumPy; random keys stay JAX arrays, as NumPy has none."""
 
     def copied(x: Array) -> Array:
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return jnp.copy(x) if is_key else np.array(x)
+        return jnp.copy(x) if is_key(x) else np.array(x)
 
     return jax.tree.map(copied, state)
 

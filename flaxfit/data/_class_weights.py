@@ -157,7 +157,8 @@ WEIGHTS_BY_OUTPUT = (
 class _LabelReader:
     """Reads labels from targets; the first targets decide whether rows are one-hot or soft.
 
-    With `of_batches`, the first cannot show whether integers are one-hot rows or token labels.
+    With `of_batches`, the first batch cannot show whether integers are one-hot rows or labels of
+    tokens.
     """
 
     def __init__(self, *, of_batches: bool = False):

@@ -13,7 +13,7 @@ _INDENT = 9  # Of folded lines, as wide as "flaxfit  ".
 def first_line(error: Exception) -> str:
     """Returns the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]:.200}"
+    return ": ".join(filter(None, (type(error).__name__, lines[0][:200])))
 
 
 def metric_line(metrics: Mapping[str, float]) -> str:

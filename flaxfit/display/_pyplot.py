@@ -4,7 +4,7 @@ from typing import Any
 
 
 def pyplot(otherwise: str = "") -> Any:
-    """Imports `matplotlib.pyplot`; where it is missing, names what serves `otherwise`."""
+    """Imports `matplotlib.pyplot`; the error if it is missing ends with `otherwise`."""
     try:
         from matplotlib import pyplot as module
     except ImportError as error:

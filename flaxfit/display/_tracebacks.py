@@ -41,7 +41,7 @@ def short_errors(function: F) -> F:
 
 
 def show_one_line(error: KeyboardInterrupt, notice: str, *, is_shown: bool) -> None:
-    """Makes an uncaught interrupt print a line, unless that is shown, instead of a traceback."""
+    """Replaces the traceback of an uncaught interrupt by a line; by nothing if it `is_shown`."""
     error.args = (notice,)
     if _shows_all():
         return

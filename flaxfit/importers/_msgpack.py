@@ -33,9 +33,10 @@ def load_msgpack(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
         require(isinstance(tree, dict), "it is not a dict")
         arrays: dict[str, LazyArray] = {}
         for name, leaf in leaves(tree):
+            if isinstance(leaf, str):
+                continue
             require(name not in arrays, f"the name {name:.100} occurs twice")
-            if not isinstance(leaf, str):
-                arrays[name] = as_lazy(leaf)
+            arrays[name] = as_lazy(leaf)
         return arrays
 
 

@@ -91,10 +91,10 @@ def _step(opts: object, name: str, value: ArrayLike) -> tuple[str, ArrayLike]:
     return "state/step", np.asarray(value).astype(np.int32)
 
 
-for pattern, name in _SINGLE.items():
-    _add(pattern)(name.format)
-for pattern, name in _OLD_SINGLE.items():
-    _add_inverse(pattern)(name.format)
+for _pattern, _name in _SINGLE.items():
+    _add(_pattern)(_name.format)
+for _pattern, _name in _OLD_SINGLE.items():
+    _add_inverse(_pattern)(_name.format)
 
 
 @_add(f"{_TOWER}/embedding")

@@ -63,8 +63,9 @@ class Assembler:
             if key is None or not _takes_arrays(item, first):
                 return _loaded([first, *map(prepare, items[1:])])
             known = self._known[key] = _known_by(first, n)
+        split, n_stacked = known.prepared.strategy.split, n if n > 1 else 0
         leaves = leaves if n == 1 else [_stacked(each) for each in leaves]
-        arrays = known.prepared.strategy.split(leaves, n if n > 1 else 0)
+        arrays = [split(leaf, n_stacked) for leaf in leaves]  # Faster than all in one call.
         return Loaded(known.prepared, arrays + known.weights, n, known.n_examples)
 
 

@@ -4,7 +4,6 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.data._batch import Batch
@@ -12,7 +11,7 @@ from flaxfit.data._position import position_text
 from flaxfit.display import plural
 from flaxfit.distributed import agree, exchange
 from flaxfit.strategies import Strategy
-from flaxfit.tree import Array, Json, PyTree, digests_or_sources, flat
+from flaxfit.tree import Array, Json, PyTree, digests_or_sources, flat, is_key
 
 _SLOW_SECONDS = 600.0
 _MOST_NAMED = 3
@@ -129,8 +128,7 @@ def _crc(array: np.ndarray) -> str:
 
 def _words(leaf: Array) -> Array:
     """Returns a leaf as numbers; for a typed random key, its key data."""
-    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _is_held(leaf: Array | jax.ShapeDtypeStruct) -> bool:

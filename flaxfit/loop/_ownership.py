@@ -4,12 +4,11 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.state import Borrowed, Checkpoint
 from flaxfit.strategies import Strategy
-from flaxfit.tree import ArrayLike, PyTree
+from flaxfit.tree import ArrayLike, PyTree, is_key
 
 Copier: TypeAlias = Callable[[PyTree], Any]
 """A function that copies a tree of placed arrays."""
@@ -40,9 +39,8 @@ def copier(where: str, strategy: Strategy) -> Copier | None:
         )
 
     def to_host(x: ArrayLike) -> Any:
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         # Not `np.asarray`: on a CPU it may alias the buffer that the next step writes to.
-        return strategy.collect(x) if is_key else np.array(x)
+        return strategy.collect(x) if is_key(x) else np.array(x)
 
     if where == "none":
         return None

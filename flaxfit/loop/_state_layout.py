@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from flaxfit.tree import PyTree, flat
+from flaxfit.tree import PyTree, flat, is_key
 
 
 class StateLayout:
@@ -26,9 +25,7 @@ class StateLayout:
     def __init__(self, state: PyTree):
         leaves, self._structure = jax.tree.flatten(state)
         self._key_impls = {
-            i: jax.random.key_impl(leaf)
-            for i, leaf in enumerate(leaves)
-            if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+            i: jax.random.key_impl(leaf) for i, leaf in enumerate(leaves) if is_key(leaf)
         }
 
     def flatten(self, state: PyTree) -> list[Any]:

@@ -107,7 +107,7 @@ def check_streams(owner: str, names: Sequence[str], apply: object) -> None:
 
 
 def as_init(owner: str, given: Any, apply: object = None) -> Any:
-    """Returns the `init` of a module, perhaps that of `apply`; other things are unchanged."""
+    """Returns the `init` of a module, perhaps that of `apply`; returns anything else unchanged."""
     if not (is_module(given) or is_factory(given)):
         check_is_function(owner, given, "init")
         return given

@@ -68,7 +68,7 @@ def update_each(
 
 
 def late_after(late: Late, old: OptState, new: OptState, params: Params) -> Late:
-    """Returns the generations after parameters were frozen or unfrozen: `new` followed `old`."""
+    """Returns the generations after a change of `freeze` turned the state `old` into `new`."""
     known = frozenset(flat(params))
     before, now = _with_moments(old, known), _with_moments(new, known)
     kept = [Generation(each.paths & before & now, each.start) for each in late]

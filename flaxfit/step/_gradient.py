@@ -15,7 +15,7 @@ from flaxfit.step._compare import ForwardPass, weight_sums, weights_of
 from flaxfit.step._forward import forward
 from flaxfit.step._replicas import AnyReplicas
 from flaxfit.task import TrainTask
-from flaxfit.tree import Function, Params, PyTree, Sums, flat
+from flaxfit.tree import Function, Params, PyTree, Sums, flat, is_key
 
 
 class Gradient(NamedTuple):
@@ -119,7 +119,7 @@ def _check_alone(result: ForwardPass, model_state: PyTree) -> None:
         for path, leaf in after.items()
         # NNX counts drawn random numbers in uint32 variables, which are equal for all examples.
         if leaf is not before.get(path) and leaf.dtype != jnp.uint32
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if not is_key(leaf)
     ]
     if changed:
         raise ValueError(

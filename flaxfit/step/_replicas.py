@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.step._metric_totals import pack, unpack
-from flaxfit.tree import ArrayLike, Function, PyTree
+from flaxfit.tree import ArrayLike, Function, PyTree, is_key
 
 
 class Replicas:
@@ -59,7 +59,7 @@ class Replicas:
         def average(x: jax.Array) -> jax.Array:
             if jnp.issubdtype(x.dtype, jnp.inexact):
                 return jax.lax.pmean(x, axis_name)
-            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            if is_key(x):
                 data = jax.lax.all_gather(jax.random.key_data(x), axis_name)[0]
                 return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
             return jax.lax.all_gather(x, axis_name)[0]

@@ -37,13 +37,10 @@ def placed_copy(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
     return placed
 
 
-def unaliased(x: np.ndarray, platform: str) -> np.ndarray:
-    """Copies a NumPy array if JAX may read its memory after a call has returned.
+def unaliased(x: np.ndarray) -> np.ndarray:
+    """Copies a NumPy array that can be written to, as JAX may read it after a call has returned.
 
-    Else a source that reuses the memory for its next batch would change the previous batch. On a
-    CPU, programs alias memory aligned to 64 bytes; elsewhere the transfer is asynchronous.
+    Else a source that reuses the memory for its next batch would change the previous batch. Where
+    the memory suits a device, JAX reads it there; elsewhere it copies it, in some versions later.
     """
-    if not x.flags.writeable:
-        return x
-    is_shared = platform != "cpu" or x.__array_interface__["data"][0] % 64 == 0
-    return x.copy() if is_shared else x
+    return x.copy() if x.flags.writeable else x

@@ -138,6 +138,8 @@ class DataParallel:
         The devices are this process's. Without `jax.pmap`, a single device takes the leaves
         unchanged: adding an axis would take as long as dispatching a step.
         """
+        if isinstance(batch, np.ndarray):
+            return self._split_leaf(batch, n_stacked)
         # Not `jax.tree.map`, which takes twice as long at each step.
         leaves, structure = jax.tree.flatten(batch)
         return structure.unflatten([self._split_leaf(leaf, n_stacked) for leaf in leaves])
@@ -146,7 +148,7 @@ class DataParallel:
         # Not `isinstance(x, jax.Array)`, which would take as long as all the rest.
         is_host = isinstance(x, np.ndarray)
         if is_host and not n_stacked:
-            x = unaliased(x, self.devices[0].platform)
+            x = unaliased(x)
         if self._is_unsplit:
             is_usable = isinstance(x, np.ndarray) or x.sharding == self._first
             return x if is_usable else jax.device_put(x, self._whole)

@@ -1,11 +1,10 @@
 """gather: whole host arrays from arrays spread over devices and processes."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from flaxfit.tree import ArrayLike, PyTree
+from flaxfit.tree import ArrayLike, PyTree, is_key
 
 
 def gather(tree: PyTree) -> PyTree:
@@ -23,7 +22,7 @@ def gather(tree: PyTree) -> PyTree:
 def _whole(x: ArrayLike) -> ArrayLike:
     if not isinstance(x, jax.Array):
         return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         return jax.random.wrap_key_data(_whole(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     if x.is_fully_addressable:
         return np.asarray(x)

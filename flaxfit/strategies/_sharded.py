@@ -187,17 +187,20 @@ class Sharded:
 
         NumPy arrays stay on the host: the compiled function moves each part to its device.
         """
+        if isinstance(batch, np.ndarray):
+            return self._split_leaf(batch, n_stacked)
         # Not `jax.tree.map`, which takes twice as long at each step.
         leaves, structure = jax.tree.flatten(batch)
         return structure.unflatten([self._split_leaf(leaf, n_stacked) for leaf in leaves])
 
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
+        if isinstance(x, np.ndarray) and not n_stacked:
+            x = unaliased(x)
         if self.n_processes > 1:
             return jax.make_array_from_process_local_data(self._split_as(x, n_stacked), x)
         # A compiled function takes host arrays for a single batch.
-        if n_stacked or isinstance(x, jax.Array):
-            return jax.device_put(x, self._split_as(x, n_stacked))
-        return unaliased(x, self.devices[0].platform) if isinstance(x, np.ndarray) else x
+        is_placed = n_stacked or isinstance(x, jax.Array)
+        return jax.device_put(x, self._split_as(x, n_stacked)) if is_placed else x
 
     def join(self, outputs: PyTree) -> PyTree:
         """Returns NumPy arrays of all examples in order, from outputs of a split batch."""
@@ -255,7 +258,8 @@ class Sharded:
             results, rows = bound(*arguments)
             return results, self._split_rows(rows)
 
-        return self._compile(placed if has_rows else bound, arguments, n_donated)
+        function = placed if has_rows else bound
+        return self._compile(function, arguments, n_donated, keeps_text=self.n_processes > 1)
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split like the batch."""
@@ -270,7 +274,12 @@ class Sharded:
         return jax.lax.with_sharding_constraint(results, jax.tree.map(self._split_as, results))
 
     def _compile(
-        self, function: Function, arguments: tuple[PyTree, ...], n_donated: int = 0
+        self,
+        function: Function,
+        arguments: tuple[PyTree, ...],
+        n_donated: int = 0,
+        *,
+        keeps_text: bool = False,
     ) -> Function:
         *states, batch = arguments
 
@@ -287,10 +296,11 @@ class Sharded:
         donated = tuple(range(n_donated))
         jitted = jax.jit(function, in_shardings=shardings, donate_argnums=donated)
         is_ahead = can_call(arguments)
-        if not is_ahead and self.n_processes == 1:
+        if not is_ahead and not keeps_text:
             return jitted
         lowered = jitted.lower(*arguments)
-        self.text = lowered.as_text() if self.n_processes > 1 else ""
+        if keeps_text:
+            self.text = lowered.as_text()
         return lowered.compile() if is_ahead else jitted
 
     def _split_as(self, x: Array, n_stacked: int = 0) -> NamedSharding:

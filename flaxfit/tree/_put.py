@@ -1,4 +1,4 @@
-"""Places arrays that every process holds whole by their shardings, and copies arrays in place."""
+"""Places arrays that every process holds whole by their shardings; copies arrays where they are."""
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ def put(
 ) -> jax.Array:
     """Calls `jax.device_put`; also places on other processes' devices, and random keys."""
     if sharding.is_fully_addressable or getattr(array, "sharding", None) == sharding:
+        array = array if may_alias is not False else _copied_on_host(array)
         return jax.device_put(array, sharding, may_alias=may_alias)
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return jax.device_put(array, sharding)
@@ -32,7 +33,7 @@ def put_like(array: ArrayLike, like: object, dtype: np.dtype | None = None) -> j
     if isinstance(array, jax.Array):
         return array if sharding is None else put(array, sharding)
     if sharding is None:
-        return jnp.array(array, dtype)
+        return jnp.asarray(_copied_on_host(array), dtype)
     return put(np.asarray(array, dtype), sharding, may_alias=False)
 
 
@@ -43,8 +44,19 @@ def copied(tree: PyTree) -> PyTree:
     >>> copied({"x": x})["x"] is x
     False
     """
-    # Compiles nothing: `jnp.copy` compiles a program for each shape.
-    return jax.tree.map(lambda x: jax.device_put(x, sharding_of(x), may_alias=False), tree)
+
+    def copy(x: ArrayLike) -> jax.Array:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            # `jnp.copy` would compile a program for each shape.
+            return jax.device_put(x, sharding_of(x), may_alias=False)
+        return jnp.asarray(_copied_on_host(x))
+
+    return jax.tree.map(copy, tree)
+
+
+def _copied_on_host(x: ArrayLike) -> ArrayLike:
+    """Copies a host array, whose memory JAX may keep, or read after its call has returned."""
+    return np.array(x) if isinstance(x, np.ndarray) else x
 
 
 def sharding_of(like: object) -> jax.sharding.Sharding | None:

@@ -43,12 +43,14 @@ def test_a_large_array_may_be_changed_once_it_is_placed(strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("offset", [0, 4, 16])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_a_source_may_write_each_batch_into_the_memory_of_the_one_before(steps_per_call):
-    batches = np.random.default_rng(0).normal(size=(16, 512, 8)).astype(np.float32)
+def test_a_source_may_write_each_batch_into_the_memory_of_the_one_before(steps_per_call, offset):
+    # Large, since some versions of JAX copy large arrays after a call has returned.
+    batches = np.random.default_rng(0).normal(size=(16, 2**16, 8)).astype(np.float32)
 
     def reusing():
-        x, y = aligned((512, 8)), aligned((512, 1))
+        x, y = aligned((2**16, 8), offset), aligned((2**16, 1), offset)
         for batch in batches:
             x[:], y[:] = batch, batch.sum(1, keepdims=True)
             yield x, y
@@ -67,10 +69,8 @@ def test_a_source_may_write_each_batch_into_the_memory_of_the_one_before(steps_p
     assert last_loss(reusing()) == last_loss([(x, x.sum(1, keepdims=True)) for x in batches])
 
 
-def test_memory_that_a_source_may_write_to_is_copied_where_it_is_read_later():
-    on_line, off_line = aligned(8), aligned(8, offset=16)
-    assert unaliased(off_line, "cpu") is off_line
-    for x, platform in (on_line, "cpu"), (on_line, "gpu"), (off_line, "gpu"):
-        assert unaliased(x, platform) is not x
-    on_line.flags.writeable = False
-    assert unaliased(on_line, "gpu") is unaliased(on_line, "cpu") is on_line
+def test_memory_that_a_source_may_write_to_is_copied():
+    x = aligned(8)
+    assert unaliased(x) is not x
+    x.flags.writeable = False
+    assert unaliased(x) is x
