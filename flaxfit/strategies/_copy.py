@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.tree import Function, PyTree
+from flaxfit.tree import Array, Function, PyTree
 
 
 def copied(tree: PyTree, sharding: jax.sharding.Sharding | None = None) -> PyTree:
@@ -37,10 +37,10 @@ def placed_copy(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
     return placed
 
 
-def unaliased(x: np.ndarray) -> np.ndarray:
-    """Copies a NumPy array that can be written to, as JAX may read it after a call has returned.
+def unaliased(x: Array) -> Array:
+    """Copies a NumPy array that can be written to; returns any other array unchanged.
 
-    Else a source that reuses the memory for its next batch would change the previous batch. Where
-    the memory suits a device, JAX reads it there; elsewhere it copies it, in some versions later.
+    JAX may read its memory after a call has returned: a source that reuses the memory for its next
+    batch would change the previous one.
     """
-    return x.copy() if x.flags.writeable else x
+    return x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x

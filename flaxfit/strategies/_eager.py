@@ -2,6 +2,7 @@
 
 import jax
 
+from flaxfit.strategies._copy import unaliased
 from flaxfit.strategies._data_parallel import DataParallel
 from flaxfit.strategies._strategy import Strategy
 from flaxfit.tree import Function, PyTree
@@ -47,7 +48,7 @@ class Eager:
 
     def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
         """Puts the batch onto the device."""
-        return jax.device_put(batch, self.devices[0])
+        return jax.device_put(jax.tree.map(unaliased, batch), self.devices[0])
 
     def join(self, outputs: PyTree) -> PyTree:
         """Returns the outputs as NumPy arrays."""

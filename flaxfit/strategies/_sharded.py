@@ -194,8 +194,7 @@ class Sharded:
         return structure.unflatten([self._split_leaf(leaf, n_stacked) for leaf in leaves])
 
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
-        if isinstance(x, np.ndarray) and not n_stacked:
-            x = unaliased(x)
+        x = x if n_stacked else unaliased(x)
         if self.n_processes > 1:
             return jax.make_array_from_process_local_data(self._split_as(x, n_stacked), x)
         # A compiled function takes host arrays for a single batch.
