@@ -18,7 +18,7 @@ def copier(where: str, strategy: Strategy) -> Copier | None:
     """Returns the function that copies a tree of placed arrays; None for "none".
 
     >>> from flaxfit import DataParallel
-    >>> type(copier("host", DataParallel())({"w": jnp.ones(2)})["w"]).__name__
+    >>> type(copier("host", DataParallel())({"w": jax.numpy.ones(2)})["w"]).__name__
     'ndarray'
 
     Args:

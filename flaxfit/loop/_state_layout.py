@@ -14,8 +14,8 @@ class StateLayout:
     A compiled call dispatches faster with a flat list than with a tree, and with raw key data than
     with typed random keys.
 
-    >>> layout = StateLayout({"key": jax.random.key(0), "w": jnp.ones(2)})
-    >>> [x.shape for x in layout.flatten({"key": jax.random.key(0), "w": jnp.ones(2)})]
+    >>> layout = StateLayout({"key": jax.random.key(0), "w": jax.numpy.ones(2)})
+    >>> [x.shape for x in layout.flatten({"key": jax.random.key(0), "w": jax.numpy.ones(2)})]
     [(2,), (2,)]
 
     Args:

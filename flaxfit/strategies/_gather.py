@@ -13,7 +13,7 @@ def gather(tree: PyTree) -> PyTree:
     With several processes, all must call it, and each receives all arrays. Moves one array at a
     time. Random keys stay keys.
 
-    >>> gather({"w": jnp.ones(2)})
+    >>> gather({"w": jax.numpy.ones(2)})
     {'w': array([1., 1.], dtype=float32)}
     """
     return jax.tree.map(_whole, tree)

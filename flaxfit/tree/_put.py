@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from flaxfit.tree._dtypes import is_key
 from flaxfit.tree._types import ArrayLike, PyTree
@@ -46,7 +47,7 @@ def copied(tree: PyTree) -> PyTree:
     """
 
     def copy(x: ArrayLike) -> jax.Array:
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             # `jnp.copy` would compile a program for each shape.
             return jax.device_put(x, sharding_of(x), may_alias=False)
         return jnp.asarray(_copied_on_host(x))
