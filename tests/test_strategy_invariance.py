@@ -222,7 +222,7 @@ def no_parts(why=""):
 
 
 NO_PARTS, SCALAR = no_parts(), no_parts("it is a scalar")
-NO_AXIS = "Cannot use the axis .replica. in the model with"
+NO_AXIS = "Cannot use the axis .replica. in the model, the loss or a metric with virtual"
 SAY_SO = "depends on the other examples .* across='batch'"
 LONELY = {"rest": SAY_SO, "accumulate": SAY_SO, "devices": SAY_SO}
 SUM = "the penalty that the model adds .* a mean over"

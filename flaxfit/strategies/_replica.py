@@ -29,10 +29,10 @@ def without_axis(function: Function) -> Function:
     return _explained(
         function,
         lambda name: (
-            f'Cannot use the axis "{name}" in the model with virtual_replicas: '
-            "a device computes its replicas one after the other. Leave the axis out, as in "
-            "nn.BatchNorm(), whose statistics are then those of each replica's examples; or "
-            "train without virtual_replicas."
+            f'Cannot use the axis "{name}" in the model, the loss or a metric with '
+            "virtual_replicas: a device computes its replicas one after the other. Leave the axis "
+            "out, as in nn.BatchNorm(), whose statistics are then those of each replica's "
+            "examples; or train without virtual_replicas."
         ),
     )
 

@@ -182,7 +182,7 @@ def test_a_model_that_reduces_over_the_replicas_is_refused():
     task = ff.TrainTask(net.apply, optax.sgd(0.1), "mse", (X, X))
     strategy = ff.DataParallel(virtual_replicas=8)
     loop = ff.TrainLoop(net.init, task, 0, strategy=strategy, stdout=False)
-    with pytest.raises(ValueError, match='Cannot use the axis "replica" in the model with'):
+    with pytest.raises(ValueError, match='Cannot use the axis "replica" in the model, the loss'):
         loop.next_step()
 
 
