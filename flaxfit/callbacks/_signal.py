@@ -1,5 +1,6 @@
 """SaveOnSignal: saves after the current dispatch when a signal asks the process to end."""
 
+import atexit
 import queue
 import signal
 import sys
@@ -97,12 +98,7 @@ class SaveOnSignal:
             if self._signals != (signal.SIGTERM,):
                 say("SaveOnSignal handles only SIGTERM when several processes train together")
             self._begin_deadline()
-            threading.Thread(
-                target=_hear_notice,
-                args=(self._arrived, self._ended),
-                daemon=True,
-                name="flaxfit-notice",
-            ).start()
+            _hear_notices(self._arrived, self._ended)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
@@ -240,6 +236,22 @@ class SaveOnSignal:
         self._ended.set()
         if self._received is None and not self._is_done:
             self._arrived.put(None)
+
+
+def _hear_notices(arrived: queue.SimpleQueue[str | None], ended: threading.Event) -> None:
+    """Starts a thread that hears of a preemption, until `ended` is set or Python exits."""
+    arguments = arrived, ended
+    thread = threading.Thread(
+        target=_hear_notice, args=arguments, daemon=True, name="flaxfit-notice"
+    )
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        thread.join(10.0)
+
+    # A thread that returns from a call of JAX's client after Python has ended aborts the process.
+    atexit.register(end)
 
 
 def _hear_notice(arrived: queue.SimpleQueue[str | None], ended: threading.Event) -> None:

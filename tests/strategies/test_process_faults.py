@@ -88,3 +88,8 @@ def test_both_processes_end_say_why_and_resume_to_the_bits_of_an_unharmed_run(
     assert np.array_equal(first["resumed"], second["resumed"])
     assert np.array_equal(first["resumed"], first["unharmed"])
     np.testing.assert_allclose(first["resumed"], expected(60), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_processes_that_leave_a_loop_end_in_order(launch, tmp_path):
+    assert "has ended with code" not in launch("left_loop.py", tmp_path / "run")
