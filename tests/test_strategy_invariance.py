@@ -529,7 +529,7 @@ def test_a_division_has_the_numbers_of_one_device(name, strategy, accumulate, si
             other = "one device" if strategy == "FSDP" else "virtual"
             expected = run(name, other, accumulate, size)
         assert_same(numbers, expected[0], of_loss)
-        if "precision" in kind.options:  # Parameters that nearly agree may be rounded apart.
+        if kind.options.get("precision") == "bfloat16":  # Rounds apart what nearly agrees.
             params, x = jax.tree.map(jnp.bfloat16, (state.params, D.x[: SIZES[size]]))
             assert_same(outputs, kind.model(params, x).astype(jnp.float32), 2**-8)
             arrays, expected = arrays[:1], (expected[0], expected[1][:1])
