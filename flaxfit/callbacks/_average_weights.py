@@ -10,7 +10,7 @@ from flaxfit.callbacks._stopping import EarlyStopping
 from flaxfit.display import say
 from flaxfit.optim._averaged import has_average, wide
 from flaxfit.state import Checkpoint
-from flaxfit.tree import ArrayLike, Json, PyTree, owner_of
+from flaxfit.tree import ArrayLike, Json, PyTree, owner_of, without_mesh
 
 _WEIGHTS = ("params", "model_state")
 
@@ -74,6 +74,7 @@ class AverageWeights:
         self._reset()
         self._loop = loop
 
+    @without_mesh()
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Adds the weights of a checkpoint to the mean."""
         self._n_seen, self._is_due = self._n_seen + 1, True
@@ -84,6 +85,7 @@ class AverageWeights:
             self._mean = _moved(mean, weights, self.n_averaged)
         return checkpoint
 
+    @without_mesh()
     def close(self) -> None:
         """Replaces the loop's weights by the mean, once each time training ends."""
         loop, is_due, self._is_due = self._loop, self._is_due, False

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 
 from flaxfit.data._batch import Batch, has_rows, n_examples
 from flaxfit.distributed import exchange
-from flaxfit.loop._division_errors import about_change, about_rows, about_targets
+from flaxfit.loop._division_errors import about_change, about_rows, about_size, about_targets
 from flaxfit.optim._averaged import like
 from flaxfit.step import (
     MODEL,
@@ -36,7 +35,9 @@ from flaxfit.step import (
     try_rows,
     try_weights,
     varies,
+    wave,
     weights_of,
+    with_tangents,
 )
 from flaxfit.strategies import Strategy
 from flaxfit.task import EvalTask, LossByOutput, TrainTask
@@ -44,6 +45,8 @@ from flaxfit.tree import Array, ArrayLike, Function, PyTree, runs_eagerly, struc
 
 _AMOUNT = 0.2
 """The amplitude of the parameter perturbation in the second trial."""
+_MORE_STEPS = 5000
+"""How far counters are advanced there, times that amplitude."""
 MIXES = "the model computes outputs from several examples of the batch"
 
 
@@ -88,16 +91,21 @@ def examine(
     adds_penalty = result.penalty is not None and result.sown is None
     gathers = may_gather and (task.across is not None or not task.pad or adds_penalty)
     gathers = gathers or result.values is not None and not result.values.ndim
+    by_example = getattr(task, "example_grads_hook", None) is not None
     division = Division(
         *(strategy, run, n_parts, is_noisy, _values_of(task), evaluation),
+        by_example=by_example,
+        is_trained=isinstance(task, TrainTask),
         averages=MODEL if gathers and task.objective is None else "",
         has_sums=bool(own_metrics(task)) and not isinstance(batch.weights, Mapping),
         may_pad=may_pad,
     )
     is_asked = division.text or is_replaced or may_pad and not why_not
-    # `example_grads_hook` computes examples one by one, and refuses losses that combine them.
-    if not is_asked or getattr(task, "example_grads_hook", None) is not None:
+    if not is_asked:
         return why_not
+    if task.objective is not None and may_pad and batch.weights is None:
+        # Padded batches have weights, which an objective may read.
+        batch = batch._replace(weights=np.ones(n_examples(batch), np.float32))
     key = (structure_of((state, batch)), may_pad)
     if key in known:
         return known[key]
@@ -110,6 +118,7 @@ def examine(
             evaluation=None,
             averages="",
             has_sums=False,
+            is_trained=False,
         )
         load = functools.partial(division.with_outputs, task, state, batch, states)
         shapes = batch._replace(inputs=result.outputs)
@@ -192,12 +201,24 @@ def _moved(state: PyTree, amount: ArrayLike) -> PyTree:
     def moved(x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        # 1 / sqrt(fan_in), as in common initializers: activations of deep models stay finite.
-        scale = math.prod(x.shape[:-1]) ** -0.5
-        by = jnp.sin(1 + 78.233 * jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
-        return (x + amount * scale * by).astype(x.dtype)
+        return (x + amount * wave(x)).astype(x.dtype)
 
     return state.replace(params=jax.tree.map(moved, state.params))
+
+
+def _counted_on(state: PyTree, amount: np.float32) -> PyTree:
+    """Increases the scalars of the model state: a schedule may begin with a weight of zero."""
+
+    def moved(x: ArrayLike) -> ArrayLike:
+        dtype = getattr(x, "dtype", None)
+        if dtype is None or np.ndim(x) or not jnp.issubdtype(dtype, jnp.number):
+            return x
+        value = np.asarray(x)
+        is_counter = value == np.round(value)
+        return value + np.asarray(amount * (_MORE_STEPS if is_counter else 1), value.dtype)
+
+    kept = getattr(state, "model_state", None)
+    return state if kept is None else state.replace(model_state=jax.tree.map(moved, kept))
 
 
 class _Programs(NamedTuple):
@@ -233,6 +254,10 @@ class Division(NamedTuple):
     """Whether batches may be padded."""
     has_sums: bool = False
     """Whether user metrics return sums of a batch."""
+    is_trained: bool = False
+    """Whether gradients are computed, too."""
+    by_example: bool = False
+    """Whether `example_grads_hook` computes a batch example by example."""
 
     @property
     def n_replicas(self) -> int:
@@ -245,6 +270,8 @@ class Division(NamedTuple):
         """The option that divides a batch, for messages; "" if it is computed as a whole."""
         if self.n_parts > 1:
             return f"accumulate={self.n_parts}"
+        if self.by_example:
+            return "example_grads_hook"
         if self.n_replicas == 1:
             return ""
         virtual = self.strategy.virtual_replicas
@@ -262,11 +289,17 @@ class Division(NamedTuple):
         Dependent rows forbid padding, but not this division if the module reduces over the axis of
         replicas itself. `states` are the variables of companions; `load` makes the batch, if
         `batch` holds shapes only.
+
+        Raises:
+          ValueError: the pass does not accept a part of the batch.
         """
         if not has_rows(batch):
             return "", Difference()
         found: tuple[str, Difference] = "", Difference()
         proof = self._prove(self.run, state, batch, states, is_chained=self.n_parts > 1)
+        if proof.refusal is not None and self.text:
+            words = about_size(self._part(batch), proof.refusal, self.text, self.n_parts)
+            raise ValueError(words) from proof.refusal
         if not proof.is_independent:
             attempt = self._trial(state, batch if load is None else load(), states, proof)
             for amount in (0.0, _AMOUNT) if load is None else (0.0,):
@@ -302,18 +335,29 @@ class Division(NamedTuple):
         is_chained: bool = False,
     ) -> Proof:
         """Tries to prove that rows are independent; an eager pass has no trace to prove it by."""
-        bound, n_divided = self.strategy.bind(run), self.n_replicas * self.n_parts
+        bound = self.strategy.bind(run)
         if runs_eagerly(bound):
             return Proof(is_independent=False)
-        # Two sizes are traced, that of a part and a multiple of it: a dimension that differs
-        # between the traces is an axis of rows, and one that does not is a constant.
-        given = state, batch, states, self._part(batch), n_divided if n_divided > 1 else 2
-        axis = self.strategy.axis_name
-        # Without the axis, a pass that names it raises a NameError, which `prove` reports.
-        proof = prove(bound if axis is None else run, *given, is_chained=is_chained)
-        if not proof.names_axis:
-            return proof
-        return prove(bound, *given)._replace(is_independent=False, names_axis=True)
+        # Two sizes are traced: a dimension that differs between the traces is an axis of rows, and
+        # one that does not is a constant.
+        n, n_parts = self._part(batch), self.n_replicas * self.n_parts
+        sizes = [(n, n_parts)] if n_parts > 1 else []
+        if (
+            self.may_pad or self.by_example or not sizes
+        ):  # A remainder may have any size, and run at another.
+            sizes.append((2, max(2, n // 2)))
+        axis, proof = self.strategy.axis_name, Proof(is_independent=True)
+        for number, (size, factor) in enumerate(sizes):
+            given = state, batch, states, size, factor
+            # Without the axis, a pass that names it raises a NameError, which `prove` reports.
+            proof = prove(bound if axis is None else run, *given, is_chained=is_chained)
+            if proof.names_axis:
+                return prove(bound, *given)._replace(is_independent=False, names_axis=True)
+            if n_parts == 1 or number > 0:  # A size of the trial, not of the run.
+                proof = proof._replace(refusal=None)
+            if not proof.is_independent:
+                break
+        return proof
 
     def _part(self, batch: Batch) -> int:
         """Returns the number of examples in a part of a batch, at least 2."""
@@ -321,7 +365,7 @@ class Division(NamedTuple):
 
     def _trial(
         self, state: PyTree, batch: Batch, states: PyTree, proof: Proof
-    ) -> Callable[[ArrayLike], tuple[str, Difference]]:
+    ) -> Callable[[np.float32], tuple[str, Difference]]:
         """Returns a trial as a function of the perturbation of the parameters.
 
         The amount is an argument of the programs, so that they are compiled once for all amounts.
@@ -330,8 +374,25 @@ class Division(NamedTuple):
         jit = (lambda f: f) if runs_eagerly(run) else jax.jit
 
         def made(function: Function) -> Function:
-            moved = jit(lambda state, *others: function(_moved(*state), *others))
-            return lambda state, batch, seed: moved(state, batch, states, seed)
+            def moved(function: Function) -> Function:
+                return jit(lambda state, *others: function(_moved(*state), *others))
+
+            plain, differentiated = moved(function), None
+            if self.is_trained:
+                differentiated = moved(with_tangents(function))
+
+            def call(state: PyTree, batch: Batch, seed: int) -> PyTree:
+                nonlocal differentiated
+                if differentiated is not None:
+                    try:
+                        return differentiated(state, batch, states, seed)
+                    except Exception:  # A `jax.custom_vjp` has no tangents.
+                        found = plain(state, batch, states, seed)
+                        differentiated = None
+                        return found
+                return plain(state, batch, states, seed)
+
+            return call
 
         evaluation = self.evaluation if proof.draws or self.is_noisy else None
         # A proof replaces the trial, which would refuse random numbers that a module draws from a
@@ -348,7 +409,12 @@ class Division(NamedTuple):
             None if evaluation is None else made(self.strategy.bind(evaluation)),
             second.draws,
         )
-        return lambda amount: self._tried(programs, (own, amount), batch, states, proof)
+
+        def attempt(amount: np.float32) -> tuple[str, Difference]:
+            given = _counted_on(own, amount), amount
+            return self._tried(programs, given, batch, states, proof)
+
+        return attempt
 
     def _tried(
         self,
@@ -417,10 +483,6 @@ class Division(NamedTuple):
         if evaluation is not None and varies(evaluation, state, batch):
             evaluation = None
         steady, draws = (evaluation, draws) if proof.draws else (one, False)
-        # A program that depends on the number of rows is tried at the size that it will run at.
-        if not proof.is_same_program and steady is not None:
-            given = steady, state, batch, self._part(batch), proof.close
-            yield Difference(rows=try_parts(*given, draws=draws))
         yield halves(one, state, batch, is_noisy=self.is_noisy, draws=proof.draws)
         if evaluation is not None:
             yield halves(evaluation, state, batch, draws=programs.draws)
@@ -431,6 +493,12 @@ class Division(NamedTuple):
             given = steady, state, batch, self.compute, proof.close
             is_divided = bool(self.text) and not draws
             yield Difference(rows=try_weights(*given, may_pad=self.may_pad, is_divided=is_divided))
+        if steady is not None:
+            n = 1 if self.by_example else self._part(batch)
+            given = steady, state, batch, n, proof.close
+            yield Difference(rows=try_parts(*given, draws=draws))
+            if not proof.is_same_program:  # As above, few rows may be computed otherwise.
+                yield Difference(rows=try_parts(*given[:3], 2, proof.close, draws=draws))
 
     def _local(self, state: PyTree) -> PyTree:
         """Returns the state as arrays of this process; one copy if it is replicated."""
@@ -443,6 +511,8 @@ class Division(NamedTuple):
 
     def check(self, changed: Difference, *, pad: bool = True) -> None:
         """Raises a ValueError if the division has `changed` results; `pad` is that of the task."""
-        why = about_change(changed, self.text, self.n_parts, self.strategy.axis_name, pad=pad)
+        # Virtual replicas allow no axis.
+        axis = None if self.strategy.virtual_replicas else self.strategy.axis_name
+        why = about_change(changed, self.text, self.n_parts, axis, pad=pad)
         if self.text and why:
             raise ValueError(why)

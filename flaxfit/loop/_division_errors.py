@@ -1,5 +1,7 @@
 """Error messages about dividing or padding batches where that would change results."""
 
+from flaxfit.display import first_line
+from flaxfit.modules._functions import WRITTEN
 from flaxfit.step import MODEL, OBJECTIVE, Difference
 
 
@@ -12,10 +14,10 @@ def about_change(
     """
     if changed.rows:
         return about_rows(changed.rows, text, n_parts, pad=pad)
-    advice = "accumulate=1" if n_parts > 1 else "strategy=Sharded(), or one device"
+    advice = _instead(text, n_parts)
     if axis is not None and n_parts == 1:
         advice += f", or reduce over the replicas in the module: jax.lax.psum(x, {axis!r})"
-    if path := changed.state or changed.chained:
+    if path := (changed.state or changed.chained).removeprefix(f"{WRITTEN}/"):
         why = "neither the mean over the parts of the batch nor equal in all of them"
         if not changed.state:
             why = "not the one after its parts in sequence"
@@ -41,10 +43,13 @@ def about_change(
 def about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
     """Explains that `owner` computes rows that depend on other rows; see `about_change`."""
     if owner == MODEL:
-        advice = "accumulate=1" if n_parts > 1 else "strategy=Sharded(), or one device"
+        how = "such as by a batch mean"
+        if n_parts > 1:
+            how += ", or by a state that one part of the batch updates and the next one reads"
         return (
-            "This model mixes examples of a batch, such as by a batch mean, so dividing the batch "
-            f"would change its results. Use {advice}. BatchNorm with running statistics is allowed."
+            f"This model mixes examples of a batch, {how}, so dividing the batch would change its "
+            f"outputs or gradients. Use {_instead(text, n_parts)}. BatchNorm with running "
+            "statistics is allowed."
         )
     if owner == OBJECTIVE:
         where = f"with {text}" if text else "with batches that may be padded"
@@ -82,6 +87,25 @@ def about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
         "on the batch size. Padding, and batches of another size, would change it. If it is meant "
         "to compare examples of a batch, set across='batch' in the task."
     )
+
+
+def about_size(n: int, error: Exception, text: str, n_parts: int) -> str:
+    """Explains that a pass accepts the whole batch, but not a part of `n` examples."""
+    return (
+        f"Cannot divide a batch, with {text}: a part of it has {n} examples, which the model or "
+        f"the loss does not accept ({first_line(error)}). An array with a row per example, such as "
+        "a carried state, is divided only if it is an input. Pass it as one, or use "
+        f"{_instead(text, n_parts)}."
+    )
+
+
+def _instead(text: str, n_parts: int) -> str:
+    """Returns what to use instead of the option that divides the batch."""
+    if n_parts > 1:
+        return "accumulate=1"
+    if text == "example_grads_hook":
+        return "grads_hook, which receives the gradient of the whole batch"
+    return "strategy=Sharded(), or one device"
 
 
 def about_targets(owner: str, *, is_by_output: bool) -> str:

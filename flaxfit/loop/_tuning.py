@@ -14,7 +14,7 @@ from flaxfit.optim._hyperparams import learning_rates as rates_of
 from flaxfit.optim._plain_rate import live_rate, matched, plain_rate
 from flaxfit.state import Checkpoint, TrainState, with_opt_state
 from flaxfit.task import with_late
-from flaxfit.tree import ArrayLike
+from flaxfit.tree import ArrayLike, without_mesh
 
 
 def present_hyperparams(stepper: Stepper) -> dict[str, Any]:
@@ -48,6 +48,7 @@ def _on_host(values: dict[str, Any]) -> dict[str, Any]:
     return fetched
 
 
+@without_mesh()
 def tune(stepper: Stepper, group: str | int | None, values: dict[str, ArrayLike]) -> None:
     """Sets hyperparameters without recompilation.
 

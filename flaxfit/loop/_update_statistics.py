@@ -1,6 +1,7 @@
 """update_statistics: recomputes batch statistics in one pass over data."""
 
 import itertools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ def update_statistics(
 
     Averaged parameters, as of `AverageWeights`, produce activations that running statistics never
     saw. Each batch of one pass is normalized as in training, and the collection "batch_stats"
-    becomes the mean over the batches. With `ema`, the average is used and its statistics are set.
+    becomes the mean over the examples; a "var" beside a "mean" also includes the variance of the
+    means of batches. With `ema`, the average is used and its statistics are set.
 
     >>> import flax.linen as nn, numpy as np, optax
     >>> x = np.float32([[1.0], [3.0]])
@@ -60,8 +62,12 @@ def update_statistics(
         low = after(jax.tree.map(jnp.zeros_like, old))
         # Far larger than `low`, so that the rounding of `high - low` hardly changes the momentum.
         start = jax.tree.map(lambda x: (1 + 100 * abs(x)).astype(x.dtype), low)
-        mean = jax.tree.map(lambda *each: _mean(state.step, *each), old, low, start, after(start))
-        return state.replace(model_state={**state.model_state, "batch_stats": mean}), {}
+        found = jax.tree.map(_of_batch, old, low, start, after(start))
+        n = jax.tree.leaves(batch)[0].shape[0]
+        total = state.opt_state + n
+        statistics = _merged(old, found, n / total)
+        model_state = {**state.model_state, "batch_stats": statistics}
+        return state.replace(model_state=model_state, opt_state=total), {}
 
     if jax.process_count() == 1 and isinstance(strategy, DataParallel | None):
         strategy = DataParallel(jax.local_devices()[:1])
@@ -69,7 +75,8 @@ def update_statistics(
     if n_steps is None:
         pass_length(stream, "Pass n_steps.")
     own = averaged_by(task, state)
-    begin = TrainState(jnp.int32(0), own.params, (), own.model_state, own.key)
+    n_examples = jnp.float32(0)
+    begin = TrainState(jnp.int32(0), own.params, n_examples, own.model_state, own.key)
     batches = map(task.roles.inputs_of, itertools.islice(stream, n_steps))
     job = TrainTask(step=step, data=batches)
     loop = TrainLoop(begin, job, strategy=strategy, n_steps_per_checkpoint=2**30, stdout=False)
@@ -81,8 +88,8 @@ def update_statistics(
     return state.replace(model_state={**state.model_state, **found})
 
 
-def _mean(n: Array, old: Array, low: Array, start: Array, high: Array) -> Array:
-    """Updates the mean statistics of n batches to n + 1.
+def _of_batch(old: Array, low: Array, start: Array, high: Array) -> Array:
+    """Returns the statistic of a batch.
 
     BatchNorm computes `new = momentum * old + (1 - momentum) * batch`. Applied to 0 it gives `low`,
     applied to `start` it gives `high`: two equations for the unknown `momentum` and `batch`.
@@ -90,5 +97,18 @@ def _mean(n: Array, old: Array, low: Array, start: Array, high: Array) -> Array:
     if not jnp.issubdtype(old.dtype, jnp.inexact):
         return high
     momentum = (high - low) / start
-    batch = jnp.where(momentum < 1, low / (1 - momentum), old)
-    return old + (batch - old) / (n + 1)
+    return jnp.where(momentum < 1, low / (1 - momentum), old)
+
+
+def _merged(old: PyTree, new: PyTree, share: Array) -> PyTree:
+    """Merges statistics with those of a batch that has this share of the examples.
+
+    Source: Chan, Golub, LeVeque (1979), "Updating Formulae and a Pairwise Algorithm for Computing
+    Sample Variances".
+    """
+    if not isinstance(old, Mapping):
+        return old + share * (new - old) if jnp.issubdtype(old.dtype, jnp.inexact) else new
+    merged = {name: _merged(old[name], new[name], share) for name in old}
+    if "mean" in old and "var" in old:
+        merged["var"] += share * (1 - share) * (new["mean"] - old["mean"]) ** 2
+    return merged

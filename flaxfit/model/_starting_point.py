@@ -116,7 +116,7 @@ class StartingPoint:
         if self.known is not None:
             return self.known
         if self._gives_weights:
-            with eagerly(self._strategy):
+            with eagerly(self._strategy), without_mesh():
                 return self._make(self.init, self.task.optimizer, ())
         raise RuntimeError(
             "This model has no weights yet: call build(x), fit, evaluate, predict or load before "

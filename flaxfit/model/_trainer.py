@@ -30,7 +30,7 @@ from flaxfit.optim._freeze import check_patterns
 from flaxfit.state import Checkpoint, TrainState
 from flaxfit.strategies import Strategy
 from flaxfit.task import TrainTask, averaged_by, frozen_as, frozen_facts, with_late
-from flaxfit.tree import Data, InitFn, PyTree, Variables
+from flaxfit.tree import Data, InitFn, PyTree, Variables, without_mesh
 
 _EXAMPLES = {"optimizer": "optax.adam(1e-3)", "loss": "'mse'"}
 
@@ -170,6 +170,7 @@ class Trainer:
                 "model.freeze to the patterns of the parameters that are not trained."
             )
 
+    @without_mesh()
     def load(self, folder: str | os.PathLike[str], which: str | int) -> None:
         """Loads the state of a checkpoint; see `Model.load`."""
         reader = checkpoints.CheckpointFileReader(folder, which=which)
@@ -183,6 +184,7 @@ class Trainer:
         fields["running"] = {"late": (found.running or {}).get("late", ())}
         self.loop.restore(Checkpoint(state=found.state, **fields))
 
+    @without_mesh()
     def load_weights(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Loads weights from a file; see `Model.load_weights`."""
         put, is_whole = open_weights(path, **options)

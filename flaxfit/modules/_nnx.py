@@ -18,7 +18,7 @@ from flaxfit.modules._flags import (
 from flaxfit.modules._functions import WRITTEN, GivenInit, ModelFunctions, Names, check_losses
 from flaxfit.modules._handle import ModuleHandle, with_handle
 from flaxfit.modules._nnx_factory import abstract_of, make
-from flaxfit.tree import Function, PyTree, Rngs, Variables, copied, parameters
+from flaxfit.tree import Function, PyTree, Rngs, Variables, copied, parameters, without_mesh
 
 
 def from_nnx(
@@ -160,7 +160,9 @@ def from_nnx(
         evaluation = {**switches(train=False), **given}
         view = _nnx_modes.viewed(nnx.merge(graph, random, template), evaluation)
         own_graph, own_random, own_template = states.split(view, names)
-        streams = states.keyed(own_random, jax.random.key(0))
+        with without_mesh():
+            key = jax.random.key(0)
+        streams = states.keyed(own_random, key)
         return nnx.merge(own_graph, streams, states.filled(own_template, variables, names))
 
     def init_of(module: Any) -> Function:

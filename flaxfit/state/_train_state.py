@@ -14,7 +14,7 @@ from flaxfit.optim._hyperparams import group_named
 from flaxfit.state import _logical_axes
 from flaxfit.state._inference_state import InferenceState, State
 from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
-from flaxfit.tree import ArrayLike, OptState, PyTree, Transformation, is_key
+from flaxfit.tree import ArrayLike, OptState, PyTree, Transformation, is_key, without_mesh
 
 
 class TrainState(State, repr=False):
@@ -100,7 +100,7 @@ class TrainState(State, repr=False):
         if unknown := not_taken(*call, hyperparams):  # Optax would silently ignore them.
             raise ValueError(
                 f"Cannot set {', '.join(unknown)}: no update of this optimizer takes such an "
-                "argument. Make an optimizer whose hyperparameters can be set with "
+                "argument. The new state of the model is model_state or flax_mutables. Make an optimizer whose hyperparameters can be set with "
                 "flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3)."
             )
         if group is not None:
@@ -149,6 +149,7 @@ def with_opt_state(state: TrainState, opt_state: OptState) -> TrainState:
     return state.replace(opt_state=opt_state, axes=axes)
 
 
+@without_mesh()
 def as_key(key: ArrayLike) -> jax.Array:
     """Makes a typed random key of a typed key, an old-style uint32 key, or an integer seed."""
     if isinstance(key, int | np.integer):

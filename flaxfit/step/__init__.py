@@ -22,6 +22,8 @@ from flaxfit.step._passes import (
     pass_of,
     prove,
     reduces_over,
+    wave,
+    with_tangents,
 )
 from flaxfit.step._random import rngs_of, step_key
 from flaxfit.step._scan import make_step, make_update

@@ -118,13 +118,13 @@ def _check_written(task: TrainTask, written: Params) -> None:
     refused, why = [path for path in written if not match(frozen, path)], "are trained"
     advice = "name frozen parameters in freeze=, "
     if not refused and task.precision not in (None, "float32"):
-        refused, why = [*written], f"precision={task.precision!r} rounds to 16 bits in each step"
+        refused, why = [*written], f"are rounded to 16 bits by precision={task.precision!r}"
         advice = ""
     if refused:
         raise ValueError(
-            f"The call of the model writes {', '.join(refused[:5])}, which {why}, so the written "
-            "values would be lost. Keep them in an nnx.Variable of another type than nnx.Param, "
-            f"{advice}or write the step with nnx_step."
+            f"The call of the model writes {', '.join(refused[:5])}, but such parameters {why}, so "
+            "the written values would be lost. Keep them in an nnx.Variable of another type than "
+            f"nnx.Param, {advice}or write the step with nnx_step."
         )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ from flaxfit.step._model_call import with_updates
 from flaxfit.step._row_independence import FREE, Kind, OtherProgram, kinds_of_results
 from flaxfit.step._trial import CLOSE, COARSE, N_ROWS, Pass
 from flaxfit.task import EvalTask, TrainTask, in_float32
-from flaxfit.tree import Function, PyTree, shapes_of, unbound_axis
+from flaxfit.tree import Array, Function, PyTree, shapes_of, unbound_axis
 
 MODEL, OBJECTIVE, SUMS = "The model", "The objective", "The metric {!r}, whose sums"
 _DRAWS = "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"
@@ -73,6 +74,48 @@ def pass_of(
         return Pass(rows, sums, kept, result.sown)
 
     return run
+
+
+def with_tangents(run: Function) -> Function:
+    """Makes a pass whose rows and penalty also hold their derivatives, as a last axis.
+
+    These are taken along one direction of the parameters. A gradient may combine rows although no
+    value does: by `stop_gradient`.
+    """
+
+    def both(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
+        leaves, structure = jax.tree.flatten(state.params)
+        is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+
+        def at(*floats: PyTree) -> tuple[tuple[PyTree, PyTree], Pass]:
+            moved, others = iter(floats), zip(leaves, is_float, strict=True)
+            params = structure.unflatten([next(moved) if each else x for x, each in others])
+            found = run(state.replace(params=params), batch, states, seed)
+            return (found.rows, found.penalty), found
+
+        floats = [x for x, each in zip(leaves, is_float, strict=True) if each]
+        _, slopes, found = jax.jvp(at, floats, [wave(x) for x in floats], has_aux=True)
+        rows, penalty = jax.tree.map(_joined, (found.rows, found.penalty), slopes)
+        return found._replace(rows=rows, penalty=penalty)
+
+    return both
+
+
+def _joined(value: Array, slope: Array) -> Array:
+    """Stacks a float and its derivative; values that are not floats have none."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return value
+    return jnp.stack([value, slope], -1)
+
+
+def wave(x: Array) -> Array:
+    """Returns a direction in which to move a parameter, of about its initial size.
+
+    1 / sqrt(fan_in), as in common initializers: activations of deep models stay finite.
+    """
+    scale = math.prod(x.shape[:-1]) ** -0.5
+    by = jnp.sin(1 + 78.233 * jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+    return (scale * by).astype(x.dtype)
 
 
 def own_metrics(task: TrainTask | EvalTask) -> dict[str, Any]:
@@ -170,6 +213,8 @@ class Proof(NamedTuple):
     """Whether the traces differ only in sizes, as far as they were compared."""
     close: float = COARSE
     """The tolerance for rounding between programs of different sizes."""
+    refusal: Exception | None = None
+    """The error of tracing the first number of examples, if any."""
 
 
 def reduces_over(
@@ -203,13 +248,14 @@ def prove(
       factor: the second trace has `factor * n` examples.
       is_chained: whether each part starts from the model state of the previous one.
     """
+    one = None
     try:
         one, found = _traced(run, state, batch, states, n)
         two, _ = _traced(run, state, batch, states, factor * n)
     except NameError as error:
         return Proof(is_independent=False, names_axis=unbound_axis(error) is not None)
-    except Exception:  # It accepts one batch size only, or needs concrete values.
-        return Proof(is_independent=False)
+    except Exception as error:  # It accepts some batch sizes only.
+        return Proof(is_independent=False, refusal=error if one is None else None)
     is_row = jax.tree.map(lambda x: jnp.ndim(x) > 0, batch)
     leaves = [
         *jax.tree.map(lambda x: FREE, jax.tree.leaves(state)),

@@ -82,18 +82,21 @@ def kinds_of_results(
     twins: dict[Any, Any] = dict(
         zip((*a.invars, *a.constvars), (*b.invars, *b.constvars), strict=True)
     )
-    constants = zip(getattr(one, "consts", ()), getattr(two, "consts", ()), strict=False)
     known: dict[Any, Known] = dict(zip(a.invars, given, strict=True))
-    known |= dict(zip(a.constvars, (FREE if _same(*c) else None for c in constants), strict=False))
+    constants = zip(getattr(one, "consts", ()), getattr(two, "consts", ()), strict=False)
+    for variable, (c, d) in zip(a.constvars, constants, strict=False):
+        known[variable] = FREE if _same(c, d) else None
+        if known[variable] is None and np.shape(c) == np.shape(d):  # Another table.
+            raise OtherProgram
 
     def of(x: Any, y: Any, name: str = "") -> Known:
         if isinstance(x, Literal) or isinstance(y, Literal):
             if isinstance(x, Literal) and isinstance(y, Literal) and _same(x.val, y.val):
                 return FREE
-            is_whole = isinstance(x, Literal) and np.issubdtype(np.result_type(x.val), np.integer)
-            # A differing integer or bound, such as a capacity, makes another program. A differing
-            # factor, such as 1 / n, is merely unproven.
-            if is_whole or name in _COMPARISONS:
+            # The number of elements, by which a mean divides, is merely unproven. Any other number
+            # that differs makes another program: a capacity, or a factor for large batches.
+            both = isinstance(x, Literal) and isinstance(y, Literal)
+            if name in _COMPARISONS or not (both and _counts_rows(x.val, y.val, n, factor)):
                 raise OtherProgram
             return None
         if twins[x] is not y:  # The operand comes from another equation: other data flow.
@@ -168,7 +171,9 @@ def _results(pair: _Pair) -> list[Known]:
     if len(pair.axes) > 1 and name not in ("dot_general", "gather"):
         return pair.all(None)
     if name in _ELEMENTWISE:
-        return pair.all(Kind(pair.axis) if pair.agree() else None)
+        if not pair.agree():
+            raise OtherProgram
+        return pair.all(Kind(pair.axis))
     if name in _REDUCTIONS:  # A reduction over the row axis mixes rows.
         is_gone = bool(pair.axes & {*pair.one.params["axes"]})
         return pair.all(Kind(pair.axis) if pair.agree() and not is_gone else None)
@@ -342,6 +347,17 @@ def _shifted(kind: Known, by: int) -> Known:
     if kind is None or kind.axis is None:
         return kind
     return None if kind.axis + by < 0 else kind._replace(axis=kind.axis + by)
+
+
+def _counts_rows(one: Any, two: Any, n: int, factor: int) -> bool:
+    """Whether two float constants are k * n and k * factor * n, or their inverses."""
+    if not np.issubdtype(np.result_type(one), np.inexact) or 0 in (one, two):
+        return False
+    for a, b in ((float(one), float(two)), (1 / float(one), 1 / float(two))):
+        n_of_each = round(a / n)
+        if n_of_each and np.allclose((a, b), (n_of_each * n, n_of_each * factor * n), 1e-5):
+            return True
+    return False
 
 
 def _invars(program: Any) -> list[Any]:

@@ -138,7 +138,7 @@ def narrow_dtype(dtype: np.dtype) -> np.dtype:
     if dtype.kind not in _KINDS:
         advice = ""
         if dtype.kind == "O":
-            advice = " Pad rows of different lengths to one."
+            advice = " Pad rows of different lengths to one, and number categories."
         elif dtype.kind in "US":
             advice = " For labels: np.unique(labels, return_inverse=True)[1]."
         raise TypeError(

@@ -565,3 +565,113 @@ def test_what_is_neither_divided_nor_padded_is_not_asked():
     model.fit(X, Y, 10, verbose=0)
     model.evaluate(X, Y, batch_size=10, verbose=0)
     model.predict(X, batch_size=10, verbose=0)
+
+
+def beyond(w, x, _):
+    """Changes a row that a trial of a few rows does not reach."""
+    return x.at[17].set(0) @ w
+
+
+def doubled(w, x, _):
+    """Doubles full batches by another constant, in the same operations."""
+    return (2.0 if len(x) > 15 else 1.0) * x @ w
+
+
+@pytest.mark.parametrize("function", [beyond, doubled])
+def test_the_whole_batch_is_divided_as_in_training(function):
+    for options in ({"strategy": FOUR["shard_map"]()}, {"strategy": None, "accumulate": 2}):
+        options["strategy"] = options["strategy"] or ff.DataParallel(ONE)
+        with pytest.raises(ValueError, match="model mixes examples of a batch"):
+            model_of(function, **options).fit(X, Y, 20, verbose=0)
+
+
+@pytest.mark.parametrize("size", [16, slow(7)])
+def test_a_remainder_that_is_computed_otherwise_is_not_padded(size):
+    def scaled(w, x, _):
+        return (2.0 if len(x) >= min(size, 6) else 1.0) * x @ w
+
+    model = model_of(scaled, ff.DataParallel(ONE))
+    parts = np.split(X, range(size, 20, size))
+    outputs = np.concatenate([scaled(W, part, None) for part in parts])
+    found = model.evaluate(X, Y, batch_size=size, verbose=0)["loss"]
+    assert found == pytest.approx(((outputs - Y) ** 2).mean(), rel=1e-5)
+
+
+def straight_through(mean):
+    return mean - jax.lax.stop_gradient(mean)
+
+
+def in_the_gradient(w, x, _):
+    return x @ w - straight_through((x @ w).mean(0))
+
+
+def test_rows_that_are_mixed_in_the_gradient_alone_are_not_divided():
+    with pytest.raises(ValueError, match="would change its outputs or gradients"):
+        model_of(in_the_gradient, FOUR["shard_map"]()).fit(X, Y, 20, verbose=0)
+    found = model_of(in_the_gradient, ff.DataParallel(ONE)).fit(X, Y, 16, shuffle=False, verbose=0)
+
+    def loss(w, part):
+        return ((in_the_gradient(w, X[part], None) - Y[part]) ** 2).mean()
+
+    first, rest = slice(16), slice(16, 20)
+    w = W - 0.1 * jax.grad(loss)(W, first)
+    expected = float(16 * loss(W, first) + 4 * loss(w, rest)) / 20
+    assert found["loss"][0] == pytest.approx(expected, rel=1e-5)
+
+    def sown(w, x, _):
+        return x @ w, {"losses": {"size": straight_through(((x @ w).mean(0) ** 2).sum())}}
+
+    with pytest.raises(ValueError, match="the penalty that the model adds"):
+        model_of(sown, FOUR["shard_map"]()).fit(X, Y, 20, verbose=0)
+
+    def baseline(outputs, targets):
+        weight = jnp.exp(straight_through(outputs[:, 0]))
+        return weight * targets[:, 0] + (1 - weight) * targets[:, 0].mean()
+
+    with pytest.raises(ValueError, match="The loss gives each example a value that depends"):
+        model_of(lambda w, x, _: x @ w, ff.DataParallel(ONE), baseline).fit(X, Y, 16, verbose=0)
+
+
+@pytest.mark.parametrize("start", [0.0, slow(0)])
+def test_rows_that_are_mixed_from_a_later_step_on_are_not_divided(start):
+    def warmed(w, x, variables):
+        step = variables["stats"]["step"]
+        return (x - jnp.where(step < 100, 0, 1) * x.mean(0)) @ w, {"stats": {"step": step + 1}}
+
+    state = {"stats": {"step": jnp.asarray(start)}}
+    with pytest.raises(ValueError, match="model mixes examples of a batch"):
+        model_of(warmed, FOUR["shard_map"](), state=state).fit(X, Y, 20, verbose=0)
+
+
+@pytest.mark.slow
+def test_examples_whose_gradients_are_taken_alone_must_not_be_mixed():
+    options = {"example_grads_hook": lambda grads: grads, "strategy": ff.DataParallel(ONE)}
+    with pytest.raises(ValueError, match=r"model mixes examples of a batch.*Use grads_hook"):
+        model_of(COMBINING["first row"], **options).fit(X, Y, 20, verbose=0)
+    found = model_of(lambda w, x, _: x @ w, **options).fit(X, Y, 20, verbose=0)
+    assert found["loss"][0] == pytest.approx(((X @ W - Y) ** 2).mean(), rel=1e-5)
+
+
+def test_the_weights_of_padded_batches_are_tried_in_an_objective():
+    def normalized(apply, batch, rngs):
+        values = ((apply(*batch.inputs) - batch.targets[0]) ** 2).mean(-1)
+        return values if batch.weights is None else values * batch.weights / batch.weights.mean()
+
+    def model():
+        return model_of(lambda w, x, _: x @ w, ff.DataParallel(ONE), None, objective=normalized)
+
+    with pytest.raises(ValueError, match="Cannot compute this objective with batches that may be"):
+        model().fit(X, Y, 16, verbose=0)
+    found = model().fit(X, Y, 20, verbose=0)["loss"][0]
+    assert found == pytest.approx(((X @ W - Y) ** 2).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["fit", slow("evaluate")])
+def test_a_state_with_a_row_for_each_example_cannot_be_divided(way):
+    def recurrent(w, x, variables):
+        return (x + variables["stats"]["carry"]) @ w, {"stats": {"carry": x}}
+
+    state = {"stats": {"carry": jnp.zeros((20, 4))}}
+    model = model_of(recurrent, FOUR["shard_map"](), state=state)
+    with pytest.raises(ValueError, match=r"a part of it has 5 examples.*Sharded\(\)"):
+        getattr(model, way)(X, Y, batch_size=20, verbose=0)

@@ -79,5 +79,25 @@ def test_a_guard_against_transfers_lets_the_library_move_batches(strategy, tmp_p
         model.evaluate(X, Y)
         model.predict(X)
         model.train_on_batch(X, Y)
+        model.load(tmp_path)
         with pytest.raises(RuntimeError, match="Disallowed host-to-device"):
             _ = jax.numpy.ones(3) + X[:3, 0]
+
+
+@pytest.mark.slow
+def test_a_guard_against_transfers_lets_callbacks_set_and_average():
+    optimizer = ff.optim.OptimizerDef(optax.sgd, learning_rate=0.1)
+
+    def model():
+        return ff.Model(nnx.Linear(X.shape[1], 1, rngs=nnx.Rngs(0)), optimizer, "mse")
+
+    unfitted, fitted = model(), model()
+    plateau = ff.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1e9)
+    with jax.transfer_guard("disallow"):
+        assert np.isfinite(unfitted.evaluate(X, Y)["loss"])
+        callbacks = [plateau, ff.callbacks.AverageWeights(start_from_epoch=2)]
+        fitted.fit(X, Y, epochs=3, callbacks=callbacks, verbose=0)
+        assert fitted.find_lr(X, Y, batch_size=4)
+        task = ff.TrainTask(fitted.module, optimizer, "mse", (X, Y))
+        checkpoint = ff.TrainLoop(fitted.module, task, 0, stdout=False).next_step()
+        assert isinstance(checkpoint.module(), nnx.Linear)
