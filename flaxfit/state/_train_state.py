@@ -100,7 +100,8 @@ class TrainState(State, repr=False):
         if unknown := not_taken(*call, hyperparams):  # Optax would silently ignore them.
             raise ValueError(
                 f"Cannot set {', '.join(unknown)}: no update of this optimizer takes such an "
-                "argument. The new state of the model is model_state or flax_mutables. Make an optimizer whose hyperparameters can be set with "
+                "argument. The new state of the model is model_state or flax_mutables. Make an "
+                "optimizer whose hyperparameters can be set with "
                 "flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3)."
             )
         if group is not None:

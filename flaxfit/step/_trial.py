@@ -118,7 +118,8 @@ def try_parts(
         part = _read(run(state, _picked(batch, place), 0))
         for owner, rows in _in_order(whole):
             for a, b in zip(_arrays(rows), _arrays(part.rows[owner]), strict=True):
-                if a.ndim and b.shape[:1] == (n,) and _differ(a[place], b, close):
+                is_by_row = (a.shape[:1], b.shape[:1]) == ((n_all,), (n,))
+                if is_by_row and _differ(a[place], b, close):
                     return owner
     return ""
 

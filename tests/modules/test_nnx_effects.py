@@ -130,7 +130,7 @@ def test_writes_to_other_parameters_are_refused(is_eager):
         ValueError, match=r"writes target/kernel, but such parameters are trained.*nnx_step"
     ):
         fit(Momentum(nnx.Rngs(0)), run_eagerly=is_eager)
-    with pytest.raises(ValueError, match="precision='bfloat16' rounds to 16 bits"):
+    with pytest.raises(ValueError, match="are rounded to 16 bits by precision='bfloat16'"):
         fit(Momentum(nnx.Rngs(0)), freeze="target/.*", precision="bfloat16", run_eagerly=is_eager)
     (loss,) = fit(Remat(nnx.Rngs(0)), run_eagerly=is_eager)["loss"]
     assert np.isfinite(loss)
