@@ -342,9 +342,8 @@ class Division(NamedTuple):
         # one that does not is a constant.
         n, n_parts = self._part(batch), self.n_replicas * self.n_parts
         sizes = [(n, n_parts)] if n_parts > 1 else []
-        if (
-            self.may_pad or self.by_example or not sizes
-        ):  # A remainder may have any size, and run at another.
+        # A remainder may have any size, and run at another.
+        if self.may_pad or self.by_example or not sizes:
             sizes.append((2, max(2, n // 2)))
         axis, proof = self.strategy.axis_name, Proof(is_independent=True)
         for number, (size, factor) in enumerate(sizes):
@@ -378,7 +377,7 @@ class Division(NamedTuple):
                 return jit(lambda state, *others: function(_moved(*state), *others))
 
             plain, differentiated = moved(function), None
-            if self.is_trained:
+            if self.is_trained and proof.stops_gradients:
                 differentiated = moved(with_tangents(function))
 
             def call(state: PyTree, batch: Batch, seed: int) -> PyTree:

@@ -213,6 +213,8 @@ class Proof(NamedTuple):
     """Whether the traces differ only in sizes, as far as they were compared."""
     close: float = COARSE
     """The tolerance for rounding between programs of different sizes."""
+    stops_gradients: bool = True
+    """Whether a gradient may combine rows although no value does, by `jax.lax.stop_gradient`."""
     refusal: Exception | None = None
     """The error of tracing the first number of examples, if any."""
 
@@ -269,12 +271,12 @@ def prove(
     allowed = [
         kinds for tree, kinds in zip(found, wanted, strict=True) for _ in jax.tree.leaves(tree)
     ]
-    draws = any(holds(one, name) for name in _DRAWS)
+    draws, stops = any(holds(one, name) for name in _DRAWS), holds(one, "stop_gradient")
     close = COARSE if computes_in_16_bits(one) else CLOSE
     try:
         kinds = kinds_of_results(one, two, leaves, n, factor)
     except OtherProgram:
-        return Proof(is_independent=False, draws=draws, is_same_program=False, close=close)
+        return Proof(False, draws, is_same_program=False, close=close, stops_gradients=stops)
     if all(kind in each for kind, each in zip(kinds, allowed, strict=True)):
         return Proof(is_independent=True, draws=draws)
     try:
@@ -282,7 +284,7 @@ def prove(
         is_same = _operations(few) == _operations(one)
     except Exception:  # It accepts other numbers of examples only.
         is_same = True
-    return Proof(False, draws, is_same_program=is_same, close=close)
+    return Proof(False, draws, is_same_program=is_same, close=close, stops_gradients=stops)
 
 
 def _operations(program: Any) -> list[str]:

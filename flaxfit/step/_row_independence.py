@@ -44,7 +44,7 @@ _REDUCTIONS |= {"argmax", "argmin"}
 # Primitives that combine elements along an axis, and the parameter that names it.
 _ALONG = {name: "axis" for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")}
 _ALONG |= {"sort": "dimension", "rev": "dimensions", "split": "axis", "concatenate": "dimension"}
-_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "custom_jvp_call"}
+_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"}
 _CONVOLUTION = (
     *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
     *("feature_group_count", "batch_group_count"),

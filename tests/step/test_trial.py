@@ -44,6 +44,7 @@ def masked(x):
     return jnp.where(jnp.arange(4) < 3, x - x.mean(0), -1e9)
 
 
+TABLES = np.float32([[1, 2, 3, 4], [5, 6, 7, 8]])
 COMBINING = {
     "mean beside large constants": masked,
     "mean": lambda x: x - x.mean(0),
@@ -64,6 +65,9 @@ COMBINING = {
     "number of rows": lambda x: x / len(x),
     "operations by the number of rows": branched,
     "places in a table": lambda x: x + jax.vmap(lambda i: table_from(i, len(x)))(jnp.arange(3))[0],
+    "a factor by the number of rows": lambda x: (2.0 if len(x) > 8 else 1.0) * x,
+    "a table by the number of rows": lambda x: TABLES[int(len(x) > 8)] * x,
+    "an exponent by the number of rows": lambda x: x ** (2 if len(x) > 8 else 3),
     "number of rows and one": lambda x: x / jnp.ones(len(x) + 1).sum(),
     "position": lambda x: x * jnp.arange(len(x))[:, None],
     "pairs": lambda x: jnp.repeat(x.reshape(-1, 2, 4).sum(1), 2, 0),
@@ -82,6 +86,7 @@ KEEPING = {
     "fixed points": lambda x: x + jnp.tanh(jnp.ones((8, 4)) @ W).mean(0),
     "sort in a row": lambda x: jnp.sort(x, 1),
     "gather in a row": lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
+    "computed again": jax.checkpoint(lambda x: jnp.tanh(x @ W)),
     "merged axes": lambda x: jnp.tanh(x.reshape(-1, 2) @ W[:2, :2]).reshape(-1, 4),
 }
 
