@@ -7,7 +7,7 @@ import jax
 from flaxfit.loop._state_layout import StateLayout
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import continued_state
-from flaxfit.optim._generations import Late
+from flaxfit.optim._generations import Generations
 from flaxfit.optim._hyperparams import names_of
 from flaxfit.optim._plain_rate import matched
 from flaxfit.state import Borrowed, TrainState, with_opt_state
@@ -96,11 +96,11 @@ class PlacedState:
         opt_state = jax.tree.map(placed, matched(optimizer, old.opt_state)[1])
         self.hold(with_opt_state(old, opt_state))
 
-    def set_optimizer(self, optimizer: Any) -> Late:
+    def set_optimizer(self, optimizer: Any) -> Generations:
         """Rebuilds the optimizer state for another `freeze`; returns its generations."""
         state = self._strategy.collect(self.value)
-        opt_state, _, late = continued_state(
+        opt_state, _, generations = continued_state(
             state.opt_state, optimizer, state.params, state.model_state, is_same=True
         )
         self.hold(self._strategy.place(with_opt_state(state, opt_state)))
-        return late
+        return generations

@@ -9,7 +9,7 @@ import numpy as np
 
 from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._stopwatch import Stopwatch
-from flaxfit.loop._tuning import learning_rates, set_late
+from flaxfit.loop._tuning import learning_rates, set_generations
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim._generations import from_json
 from flaxfit.state import Checkpoint
@@ -73,7 +73,7 @@ def get_running(stepper: Stepper) -> dict[str, Json]:
 def set_running(stepper: Stepper, running: dict[str, Json], say: Callable[[str], None]) -> None:
     """Restores the facts that `get_running` returned."""
     stepper.feed.batch_size = running.get("batch_size", stepper.feed.batch_size)
-    set_late(stepper, from_json(running.get("late", ())))
+    set_generations(stepper, from_json(running.get("late", ())))
     before, now = running.get("virtual_replicas"), stepper.strategy.virtual_replicas
     if before != now:
         say(f"results will differ in their last bits: virtual_replicas was {before}, now is {now}")

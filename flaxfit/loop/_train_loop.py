@@ -27,8 +27,15 @@ from flaxfit.loop._step_cost import step_cost, step_memory
 from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._steps_per_call import StepsPerCall
 from flaxfit.loop._stopwatch import Stopwatch
-from flaxfit.loop._tuning import freeze, match, present_hyperparams, set_late, tune, with_settings
-from flaxfit.optim._extended import late_of
+from flaxfit.loop._tuning import (
+    freeze,
+    match,
+    present_hyperparams,
+    set_generations,
+    tune,
+    with_settings,
+)
+from flaxfit.optim._extended import generations_of
 from flaxfit.state import Checkpoint, FitCall, Observer, Observers, TrainState
 from flaxfit.step import StepCost
 from flaxfit.strategies import Strategy
@@ -415,7 +422,7 @@ class TrainLoop:
         self._last, self._is_at_start = None, False
         self._reset()
         # Those of a state alone are unknown: it may be one from before they were unfrozen.
-        set_late(self._stepper, late_of(self._stepper.task.optimizer))
+        set_generations(self._stepper, generations_of(self._stepper.task.optimizer))
         if (running := getattr(checkpoint, "running", None)) is not None:
             set_running(self._stepper, running, self.say)
         if getattr(checkpoint, "sums", None) is not None:

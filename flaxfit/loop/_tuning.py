@@ -8,12 +8,12 @@ import jax
 
 from flaxfit.loop._stepper import Stepper
 from flaxfit.optim import hyperparams, set_hyperparams
-from flaxfit.optim._extended import late_of
-from flaxfit.optim._generations import Late, fitting
+from flaxfit.optim._extended import generations_of
+from flaxfit.optim._generations import Generations, fitting
 from flaxfit.optim._hyperparams import learning_rates as rates_of
 from flaxfit.optim._plain_rate import live_rate, matched, plain_rate
 from flaxfit.state import Checkpoint, TrainState, with_opt_state
-from flaxfit.task import with_late
+from flaxfit.task import with_generations
 from flaxfit.tree import ArrayLike, without_mesh
 
 
@@ -92,16 +92,16 @@ def match(stepper: Stepper, state: TrainState) -> TrainState:
 def freeze(stepper: Stepper, patterns: str | Sequence[str]) -> None:
     """Changes the frozen parameters, and keeps the optimizer state of the others."""
     task = dataclasses.replace(stepper.task, freeze=patterns)
-    late = stepper.placed.set_optimizer(task.optimizer)
+    generations = stepper.placed.set_optimizer(task.optimizer)
     stepper.n_tuned += 1
-    stepper.set_task(with_late(task, late))
+    stepper.set_task(with_generations(task, generations))
 
 
-def set_late(stepper: Stepper, late: Late) -> None:
+def set_generations(stepper: Stepper, generations: Generations) -> None:
     """Sets which parameters were unfrozen after the first update, as far as the state fits."""
-    fits = fitting(late, stepper.state.opt_state, stepper.state.params)
-    if fits != late_of(stepper.task.optimizer):
-        stepper.set_task(with_late(stepper.task, fits))
+    fits = fitting(generations, stepper.state.opt_state, stepper.state.params)
+    if fits != generations_of(stepper.task.optimizer):
+        stepper.set_task(with_generations(stepper.task, fits))
 
 
 def _set_optimizer(stepper: Stepper, optimizer: object) -> None:

@@ -16,12 +16,12 @@ from flaxfit.display import say
 from flaxfit.loop import PlacedCompanions, TrainLoop, agreed_shardings, eagerly, read_for
 from flaxfit.model._weights import Load, WarmStart
 from flaxfit.optim._extended import continued_state
-from flaxfit.optim._generations import Late, from_json
+from flaxfit.optim._generations import Generations, from_json
 from flaxfit.optim._plain_rate import matched
 from flaxfit.state import TrainState, with_opt_state
 from flaxfit.step import init_state
 from flaxfit.strategies import Strategy
-from flaxfit.task import TrainTask, are_same, with_late
+from flaxfit.task import TrainTask, are_same, with_generations
 from flaxfit.tree import InitFn, PyTree, shapes_of, without_mesh
 
 
@@ -144,7 +144,7 @@ class StartingPoint:
         file = dataclasses.replace(found, state=None, callback_arrays={}, companions={})
         self._given = Loaded(self.fresh, file, found.state)
         self._placed, self._unchecked, self.is_continued = placed, folder, True
-        self.task = with_late(self.task, from_json((found.running or {}).get("late", ())))
+        self.task = with_generations(self.task, from_json((found.running or {}).get("late", ())))
 
     def add_weights(self, load: Load, loaded: TrainState | None) -> None:
         """Loads weights of a file into fresh parameters; `loaded` is as in `WarmStart`."""
@@ -186,8 +186,8 @@ class StartingPoint:
             # takes at least its weights.
             state = state or (None if is_same else given.loaded)
         if isinstance(state, TrainState):
-            state, late = continued(state, task, is_same=is_same, quiet=quiet)
-            task = with_late(task, late)
+            state, generations = continued(state, task, is_same=is_same, quiet=quiet)
+            task = with_generations(task, generations)
             is_file = isinstance(given, Loaded)
             self._given = dataclasses.replace(given, loaded=state) if is_file else state
         if loop is not None:
@@ -205,7 +205,7 @@ class StartingPoint:
 
 def continued(
     state: TrainState, task: TrainTask, *, is_same: bool, quiet: bool = False
-) -> tuple[TrainState, Late]:
+) -> tuple[TrainState, Generations]:
     """Converts a state to the optimizer of a task, which may be another one or have new options.
 
     Also returns the parameters that were unfrozen after the first update. With `is_same` the user's
@@ -215,7 +215,7 @@ def continued(
     optimizer = task.optimizer
     if task.step is None:  # The rate of a plain optimizer may have been moved into the state.
         optimizer, _ = matched(optimizer, state.opt_state)
-    opt_state, is_kept, late = continued_state(
+    opt_state, is_kept, generations = continued_state(
         state.opt_state, optimizer, state.params, state.model_state, is_same=is_same
     )
     if int(state.step) and not quiet:
@@ -225,4 +225,4 @@ def continued(
             kept += f"; its schedule continues at step {place:,}"
         fresh = "the weights are kept; the optimizer state differs and starts from scratch"
         say(f"compiled at step {int(state.step):,}: {kept if is_kept else fresh}")
-    return with_opt_state(state, opt_state), late
+    return with_opt_state(state, opt_state), generations

@@ -25,11 +25,11 @@ from flaxfit.loop import (
 from flaxfit.model._instance import Instance
 from flaxfit.model._starting_point import Init, StartingPoint
 from flaxfit.model._weights import open_weights, state_alone
-from flaxfit.optim._extended import late_of
+from flaxfit.optim._extended import generations_of
 from flaxfit.optim._freeze import check_patterns
 from flaxfit.state import Checkpoint, TrainState
 from flaxfit.strategies import Strategy
-from flaxfit.task import TrainTask, averaged_by, frozen_as, frozen_facts, with_late
+from flaxfit.task import TrainTask, averaged_by, frozen_as, frozen_facts, with_generations
 from flaxfit.tree import Data, InitFn, PyTree, Variables, without_mesh
 
 _EXAMPLES = {"optimizer": "optax.adam(1e-3)", "loss": "'mse'"}
@@ -265,7 +265,7 @@ class Trainer:
 
     def continue_with(self, task: TrainTask, *, is_same: bool, quiet: bool = False) -> None:
         """Switches to another task of the same model, keeping the weights; see `continued`."""
-        task = with_late(task, late_of(self.task.optimizer))
+        task = with_generations(task, generations_of(self.task.optimizer))
         self.starting_point.continue_with(task, self.loop, is_same=is_same, quiet=quiet)
         self.loop = None
 

@@ -11,7 +11,7 @@ import optax
 from flaxfit.optim._arguments import of_selected, with_arguments
 from flaxfit.optim._averaged import like, schedule_free_states, wide
 from flaxfit.optim._freeze import carry_over, check_patterns, mask, merge
-from flaxfit.optim._generations import Late, late_after, update_each
+from flaxfit.optim._generations import Generations, generations_after, update_each
 from flaxfit.optim._hyperparams import with_hyperparams_of
 from flaxfit.optim._spikes import Recent, no_recent
 from flaxfit.tree import ArrayLike, OptState, Params, PyTree
@@ -46,12 +46,12 @@ class ExtendedOptimizer:
     ema_overwrite_frequency: int | None = None
     scales_loss: bool = False
     keeps_recent: bool = False
-    late: Late = ()
+    generations: Generations = ()
     """The generations; without other options the state is the inner one."""
 
     @property
     def _is_bare(self) -> bool:
-        return self == ExtendedOptimizer(self.user, late=self.late)
+        return self == ExtendedOptimizer(self.user, generations=self.generations)
 
     @property
     def _inner(self) -> optax.GradientTransformationExtraArgs:
@@ -93,14 +93,16 @@ class ExtendedOptimizer:
         Pass the new `model_state` if the optimizer also averages batch statistics.
         """
         if self._is_bare:
-            return update_each(self._inner.update, self.late, updates, state, params, **extra)
+            return update_each(
+                self._inner.update, self.generations, updates, state, params, **extra
+            )
 
         def select(tree: PyTree) -> PyTree:
             return mask(tree, self.freeze)
 
         trained, extra = select(params), of_selected(extra, params, select)
         grads, update = select(updates), self._inner.update
-        own, inner = update_each(update, self.late, grads, state.inner, trained, **extra)
+        own, inner = update_each(update, self.generations, grads, state.inner, trained, **extra)
         average, n_steps = state.average, state.n_steps
         if self.ema is not None:
             # In bfloat16, (1 - ema) times the difference would round away.
@@ -149,17 +151,17 @@ def extend(optimizer: Any, **options: Any) -> Any:
     return ExtendedOptimizer(user, **options) if any(options.values()) else user
 
 
-def late_of(optimizer: Any) -> Late:
+def generations_of(optimizer: Any) -> Generations:
     """Returns the generations of a task's optimizer."""
-    return optimizer.late if isinstance(optimizer, ExtendedOptimizer) else ()
+    return optimizer.generations if isinstance(optimizer, ExtendedOptimizer) else ()
 
 
-def with_late(optimizer: Any, late: Late) -> Any:
+def with_generations(optimizer: Any, generations: Generations) -> Any:
     """Returns a task's optimizer with other generations."""
     if isinstance(optimizer, ExtendedOptimizer):
-        optimizer = dataclasses.replace(optimizer, late=late)
-        return optimizer if late or not optimizer._is_bare else optimizer.user
-    return ExtendedOptimizer(optimizer, late=late) if late else optimizer
+        optimizer = dataclasses.replace(optimizer, generations=generations)
+        return optimizer if generations or not optimizer._is_bare else optimizer.user
+    return ExtendedOptimizer(optimizer, generations=generations) if generations else optimizer
 
 
 def _new_scale() -> PyTree:
@@ -176,7 +178,7 @@ def continued_state(
     model_state: PyTree,
     *,
     is_same: bool,
-) -> tuple[OptState, bool, Late]:
+) -> tuple[OptState, bool, Generations]:
     """Initializes an optimizer and copies the parts of `old` that match its state.
 
     Also returns whether the state of the user's optimizer, without the task's options, was copied,
@@ -199,7 +201,7 @@ def continued_state(
                 lambda new, part: carry_over(part, new), parts[::-1], own
             )
     state = new._replace(**fields) if isinstance(new, ExtendedState) else fields["inner"]
-    return state, is_kept, late_after(late_of(optimizer), old, state, params)
+    return state, is_kept, generations_after(generations_of(optimizer), old, state, params)
 
 
 def _clipped_or_not(inner: OptState) -> list[OptState]:

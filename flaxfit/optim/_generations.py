@@ -26,13 +26,13 @@ class Generation(NamedTuple):
     """The counts of the moments when they were unfrozen, in the order of the state."""
 
 
-Late = tuple[Generation, ...]
+Generations = tuple[Generation, ...]
 """The generations unfrozen after the first update."""
 
 
 def update_each(
     update: Callable[..., tuple[PyTree, OptState]],
-    late: Late,
+    generations: Generations,
     grads: PyTree,
     state: OptState,
     params: Params,
@@ -44,7 +44,7 @@ def update_each(
     computations that do not depend on the counts.
     """
     updates, new = update(grads, state, params, **extra)
-    if not late:
+    if not generations:
         return updates, new
     places = {place: path_of(place) for place, _ in jax.tree_util.tree_leaves_with_path(grads)}
     known = frozenset(places.values())
@@ -53,7 +53,7 @@ def update_each(
     def owner(place: jax.tree_util.KeyPath) -> str:
         return next((places[part] for part in sections(place) if part in places), "")
 
-    for paths, start in late:
+    for paths, start in generations:
         begun = _with_counts(state, known, start)
         own_updates, own = update(grads, begun, params, **extra)
 
@@ -67,43 +67,45 @@ def update_each(
     return updates, new
 
 
-def late_after(late: Late, old: OptState, new: OptState, params: Params) -> Late:
+def generations_after(
+    generations: Generations, old: OptState, new: OptState, params: Params
+) -> Generations:
     """Returns the generations after a change of `freeze` turned the state `old` into `new`."""
     known = frozenset(flat(params))
     before, now = _with_moments(old, known), _with_moments(new, known)
-    kept = [Generation(each.paths & before & now, each.start) for each in late]
+    kept = [Generation(each.paths & before & now, each.start) for each in generations]
     start = tuple(map(int, counts(new, known)))
     fresh = [Generation(now - before, start)] if any(start) else []
     return fitting((*kept, *fresh), new, params)
 
 
-def fitting(late: Late, opt_state: OptState, params: Params) -> Late:
+def fitting(generations: Generations, opt_state: OptState, params: Params) -> Generations:
     """Returns the generations that started at or before a state, which may be an earlier one."""
-    if not late:
+    if not generations:
         return ()
     present = [int(count) for count in counts(opt_state, frozenset(flat(params)))]
     return tuple(
         each
-        for each in late
+        for each in generations
         if each.paths
         and len(each.start) == len(present)
         and all(start <= count for start, count in zip(each.start, present, strict=True))
     )
 
 
-def to_json(late: Late) -> Json:
+def to_json(generations: Generations) -> Json:
     """Converts generations to JSON for a checkpoint."""
-    return [[sorted(paths), list(start)] for paths, start in late]
+    return [[sorted(paths), list(start)] for paths, start in generations]
 
 
-def from_json(late: Iterable[Any]) -> Late:
+def from_json(generations: Iterable[Any]) -> Generations:
     """Reads what `to_json` returned.
 
-    >>> late = (Generation(frozenset({"stem"}), (500,)),)
-    >>> from_json(to_json(late)) == late
+    >>> generations = (Generation(frozenset({"stem"}), (500,)),)
+    >>> from_json(to_json(generations)) == generations
     True
     """
-    return tuple(Generation(frozenset(paths), tuple(start)) for paths, start in late)
+    return tuple(Generation(frozenset(paths), tuple(start)) for paths, start in generations)
 
 
 def counts(opt_state: OptState, paths: frozenset[str]) -> list[Any]:

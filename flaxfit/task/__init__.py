@@ -1,7 +1,7 @@
 """What to train and what to measure, as plain descriptions."""
 
 from flaxfit.task._companions import Companion, are_same
-from flaxfit.task._frozen import frozen_as, frozen_as_saved, frozen_facts, with_late
+from flaxfit.task._frozen import frozen_as, frozen_as_saved, frozen_facts, with_generations
 from flaxfit.task._label_counts import check_counts, count_weights, valid_weights
 from flaxfit.task._multi_output import (
     LossByOutput,

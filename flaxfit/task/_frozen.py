@@ -9,24 +9,26 @@ from typing import Any
 import jax
 
 from flaxfit.optim import _extended
-from flaxfit.optim._extended import late_of
-from flaxfit.optim._generations import Late, to_json
+from flaxfit.optim._extended import generations_of
+from flaxfit.optim._generations import Generations, to_json
 from flaxfit.task._task import TrainTask
 from flaxfit.tree import Json, Params, flat
 
 
-def with_late(task: TrainTask, late: Late) -> TrainTask:
+def with_generations(task: TrainTask, generations: Generations) -> TrainTask:
     """Returns a task whose optimizer knows the parameters unfrozen after the first update."""
-    if late == late_of(task.optimizer):
+    if generations == generations_of(task.optimizer):
         return task
-    return dataclasses.replace(task, optimizer=_extended.with_late(task.optimizer, late))
+    return dataclasses.replace(
+        task, optimizer=_extended.with_generations(task.optimizer, generations)
+    )
 
 
 def frozen_as(task: TrainTask, other: TrainTask) -> TrainTask:
     """Returns a task with the frozen parameters of another one."""
     if task.freeze != other.freeze:
         task = dataclasses.replace(task, freeze=other.freeze)
-    return with_late(task, late_of(other.optimizer))
+    return with_generations(task, generations_of(other.optimizer))
 
 
 def frozen_as_saved(task: TrainTask, running: Mapping[str, Any] | None) -> TrainTask:
@@ -40,8 +42,8 @@ def frozen_facts(task: TrainTask, params: Callable[[], Params]) -> dict[str, Jso
     """Returns, for a file, which parameters are frozen, and which were unfrozen during the run."""
     structure = jax.tree.structure(params()) if task.freeze else None
     frozen = list(_matching(tuple(task.freeze), structure)) if task.freeze else []
-    late = late_of(task.optimizer)
-    return {"frozen": frozen} | ({"late": to_json(late)} if late else {})
+    generations = generations_of(task.optimizer)
+    return {"frozen": frozen} | ({"late": to_json(generations)} if generations else {})
 
 
 @functools.lru_cache(maxsize=8)

@@ -13,7 +13,7 @@ from flaxfit.metrics import Metric
 from flaxfit.metrics._metric import why_taken
 from flaxfit.modules._patterns import as_patterns, select
 from flaxfit.modules._switch import as_apply, check_streams
-from flaxfit.optim._extended import extend, late_of
+from flaxfit.optim._extended import extend, generations_of
 from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._optimizer import Optimizer
 from flaxfit.task._companions import as_companions
@@ -247,7 +247,7 @@ def _extended_optimizer(
         ema_overwrite_frequency=task.ema_overwrite_frequency,
         scales_loss=task.precision == "float16",
         keeps_recent=task.skip_above is not None,
-        late=late_of(given),
+        generations=generations_of(given),
     )
 
 

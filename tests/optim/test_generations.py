@@ -8,7 +8,13 @@ import pytest
 from marks import thorough
 
 from flaxfit.optim import MultiOptimizer, OptimizerDef
-from flaxfit.optim._extended import ExtendedOptimizer, continued_state, extend, late_of, with_late
+from flaxfit.optim._extended import (
+    ExtendedOptimizer,
+    continued_state,
+    extend,
+    generations_of,
+    with_generations,
+)
 from flaxfit.optim._generations import counts, fitting, from_json, to_json
 
 PARAMS = {"head": jnp.ones(3), "neck": jnp.ones((2, 2)), "stem": jnp.ones((2, 3))}
@@ -22,9 +28,9 @@ ADAM = OptimizerDef(optax.adam, learning_rate=0.1)
 
 def unfrozen(optimizer, state, params, freeze, **options):
     """The optimizer and its state after a change of what is frozen."""
-    new = extend(optimizer, freeze=freeze, late=late_of(optimizer), **options)
-    state, _, late = continued_state(state, new, params, {}, is_same=True)
-    return with_late(new, late), state
+    new = extend(optimizer, freeze=freeze, generations=generations_of(optimizer), **options)
+    state, _, generations = continued_state(state, new, params, {}, is_same=True)
+    return with_generations(new, generations), state
 
 
 def trained(user, stages, **options):
@@ -160,7 +166,7 @@ def test_the_state_is_that_of_the_optimizer_alone():
 
 def test_a_state_from_before_the_unfreezing_has_nothing_late():
     optimizer, state = late_adam()
-    late = late_of(optimizer)
-    assert fitting(late, state, PARAMS) == late
-    assert fitting(late, optimizer.init(PARAMS), PARAMS) == ()
-    assert from_json(to_json(late)) == late
+    generations = generations_of(optimizer)
+    assert fitting(generations, state, PARAMS) == generations
+    assert fitting(generations, optimizer.init(PARAMS), PARAMS) == ()
+    assert from_json(to_json(generations)) == generations
