@@ -1,7 +1,9 @@
 """Division: proves by traces, or tests on a batch, that batches may be divided and padded."""
 
+import contextlib
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -44,9 +46,9 @@ from flaxfit.task import EvalTask, LossByOutput, TrainTask
 from flaxfit.tree import Array, ArrayLike, Function, PyTree, runs_eagerly, structure_of
 
 _AMOUNT = 0.2
-"""The amplitude of the parameter perturbation in the second trial."""
-_MORE_STEPS = 5000
-"""How far counters are advanced there, times that amplitude."""
+"""The amplitude of the parameter perturbation in later trials."""
+_LATER = 101, 1_000_003
+"""By how many steps counters are advanced: into a schedule, and beyond its end."""
 MIXES = "the model computes outputs from several examples of the batch"
 
 
@@ -206,19 +208,32 @@ def _moved(state: PyTree, amount: ArrayLike) -> PyTree:
     return state.replace(params=jax.tree.map(moved, state.params))
 
 
-def _counted_on(state: PyTree, amount: np.float32) -> PyTree:
-    """Increases the scalars of the model state: a schedule may begin with a weight of zero."""
+def _advanced(state: PyTree, n_steps: int) -> PyTree:
+    """Advances the counters of the model state, and moves its other single numbers."""
 
     def moved(x: ArrayLike) -> ArrayLike:
-        dtype = getattr(x, "dtype", None)
-        if dtype is None or np.ndim(x) or not jnp.issubdtype(dtype, jnp.number):
+        if not _is_number(x):
             return x
-        value = np.asarray(x)
-        is_counter = value == np.round(value)
-        return value + np.asarray(amount * (_MORE_STEPS if is_counter else 1), value.dtype)
+        value, is_whole = np.asarray(x), jnp.issubdtype(x.dtype, jnp.integer)
+        if is_whole or value == np.round(value):
+            most = np.iinfo(value.dtype).max // 2 if is_whole else n_steps
+            return value + np.asarray(min(n_steps, most), value.dtype)
+        return value + np.asarray(_AMOUNT, value.dtype)
 
-    kept = getattr(state, "model_state", None)
-    return state if kept is None else state.replace(model_state=jax.tree.map(moved, kept))
+    return state.replace(model_state=jax.tree.map(moved, state.model_state))
+
+
+def _is_number(x: Any) -> bool:
+    is_array = isinstance(x, np.ndarray | jax.Array) and x.size == 1
+    return is_array and jnp.issubdtype(x.dtype, jnp.number)
+
+
+def _continued(given: tuple[PyTree, ArrayLike], new: PyTree) -> tuple[PyTree, ArrayLike]:
+    """Returns the perturbed state with the model state that a pass has left."""
+    state, amount = given
+    old = state.model_state  # A module may have written frozen parameters, too.
+    kept = {name: like(new[name], old[name]) for name in new if name in old}
+    return state.replace(model_state={**old, **kept}), amount
 
 
 class _Programs(NamedTuple):
@@ -301,13 +316,12 @@ class Division(NamedTuple):
             words = about_size(self._part(batch), proof.refusal, self.text, self.n_parts)
             raise ValueError(words) from proof.refusal
         if not proof.is_independent:
-            attempt = self._trial(state, batch if load is None else load(), states, proof)
-            for amount in (0.0, _AMOUNT) if load is None else (0.0,):
-                # Some devices round products of float32 to fewer bits, by the size.
-                with jax.default_matmul_precision("highest"):
-                    found = attempt(np.float32(amount))
-                if found[0] or any(found[1]):
-                    break
+            trials = self._trials(state, batch if load is None else load(), states, proof)
+            # Some devices round products of float32 to fewer bits, by the size.
+            with jax.default_matmul_precision("highest"):
+                for found in trials if load is None else itertools.islice(trials, 1):
+                    if found[0] or any(found[1]):
+                        break
         if self.strategy.n_processes > 1:
             # Findings may differ between processes, which must decide alike: any difference counts.
             told = exchange("whether a batch may be divided", [found[0], *found[1]])
@@ -362,12 +376,12 @@ class Division(NamedTuple):
         """Returns the number of examples in a part of a batch, at least 2."""
         return max(2, -(-n_examples(batch) // (self.n_replicas * self.n_parts)))
 
-    def _trial(
+    def _trials(
         self, state: PyTree, batch: Batch, states: PyTree, proof: Proof
-    ) -> Callable[[np.float32], tuple[str, Difference]]:
-        """Returns a trial as a function of the perturbation of the parameters.
+    ) -> Iterator[tuple[str, Difference]]:
+        """Yields the results of trials: of this state, and of perturbed and later ones.
 
-        The amount is an argument of the programs, so that they are compiled once for all amounts.
+        All run the same programs, which take the amount of the perturbation as an argument.
         """
         run, own = self.strategy.bind(self.run), self._local(state)
         jit = (lambda f: f) if runs_eagerly(run) else jax.jit
@@ -409,11 +423,19 @@ class Division(NamedTuple):
             second.draws,
         )
 
-        def attempt(amount: np.float32) -> tuple[str, Difference]:
-            given = _counted_on(own, amount), amount
-            return self._tried(programs, given, batch, states, proof)
+        def tried(state: PyTree, amount: float) -> tuple[str, Difference]:
+            return self._tried(programs, (state, np.float32(amount)), batch, states, proof)
 
-        return attempt
+        yield tried(own, 0.0)
+        kept = jax.tree.leaves(getattr(own, "model_state", ()))
+        if not kept:
+            yield tried(own, _AMOUNT)
+            return
+        given = own, np.float32(0)
+        with contextlib.suppress(Exception):  # One device may not hold the whole batch.
+            own, _ = _continued(given, programs.one(given, batch, 0).state)
+        for n_steps in _LATER if any(map(_is_number, kept)) else _LATER[:1]:
+            yield tried(_advanced(own, n_steps), _AMOUNT)
 
     def _tried(
         self,
@@ -439,18 +461,11 @@ class Division(NamedTuple):
             joint = halves(together=programs.together)
             changed = joint if is_joint or not any(joint) else changed
         if self.n_parts > 1 and not mixed:
-
-            def continued(state: PyTree, new: PyTree) -> PyTree:
-                state, amount = state
-                old = state.model_state  # A module may have written frozen parameters, too.
-                kept = {name: like(new[name], old[name]) for name in new if name in old}
-                return state.replace(model_state={**old, **kept}), amount
-
             # Parts run one after the other: the state after the last one must be that of the batch.
             # Means over parts matter only between replicas.
-            chain = halves(continued=continued)
+            chain = halves(continued=_continued)
             if self.is_noisy and not any(chain):
-                strictly = functools.partial(strictly, continued=continued)
+                strictly = functools.partial(strictly, continued=_continued)
                 chain = try_doubled(strictly, batch, proof.draws)
             state_of_replicas = changed.state if self.n_replicas > 1 else ""
             rows = changed.rows or chain.rows  # Rows of the second half may read the model state.

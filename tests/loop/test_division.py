@@ -632,13 +632,22 @@ def test_rows_that_are_mixed_in_the_gradient_alone_are_not_divided():
         model_of(lambda w, x, _: x @ w, ff.DataParallel(ONE), baseline).fit(X, Y, 16, verbose=0)
 
 
-@pytest.mark.parametrize("start", [0.0, slow(0)])
-def test_rows_that_are_mixed_from_a_later_step_on_are_not_divided(start):
+@pytest.mark.parametrize(
+    ("start", "strength", "later"),
+    [
+        (0.0, lambda step: step >= 100, lambda step: step + 1),
+        slow(0, lambda step: step >= 1500, lambda step: step + 1),
+        slow([0], lambda step: (step[0] > 1) & (step[0] < 900), lambda step: step + 1),
+        slow(False, lambda is_on: is_on, lambda is_on: True),
+        slow(np.zeros(4, "f4"), lambda gate: gate, lambda gate: gate + 0.1),
+    ],
+)
+def test_rows_that_are_mixed_from_a_later_step_on_are_not_divided(start, strength, later):
     def warmed(w, x, variables):
-        step = variables["stats"]["step"]
-        return (x - jnp.where(step < 100, 0, 1) * x.mean(0)) @ w, {"stats": {"step": step + 1}}
+        known = variables["stats"]["known"]
+        return (x - strength(known) * x.mean(0)) @ w, {"stats": {"known": later(known)}}
 
-    state = {"stats": {"step": jnp.asarray(start)}}
+    state = {"stats": {"known": jnp.asarray(start)}}
     with pytest.raises(ValueError, match="model mixes examples of a batch"):
         model_of(warmed, FOUR["shard_map"](), state=state).fit(X, Y, 20, verbose=0)
 
