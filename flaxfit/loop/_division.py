@@ -47,7 +47,7 @@ from flaxfit.tree import Array, ArrayLike, Function, PyTree, runs_eagerly, struc
 
 _AMOUNT = 0.2
 """The amplitude of the parameter perturbation in later trials."""
-_LATER = 101, 1_000_003
+_LATER = 101, 10_007
 """By how many steps counters are advanced: into a schedule, and beyond its end."""
 MIXES = "the model computes outputs from several examples of the batch"
 
@@ -208,19 +208,21 @@ def _moved(state: PyTree, amount: ArrayLike) -> PyTree:
     return state.replace(params=jax.tree.map(moved, state.params))
 
 
-def _advanced(state: PyTree, n_steps: int) -> PyTree:
-    """Advances the counters of the model state, and moves its other single numbers."""
+def _advanced(before: PyTree, after: PyTree, n_steps: int) -> PyTree:
+    """Advances the counters that a pass has changed, and moves other single numbers."""
 
-    def moved(x: ArrayLike) -> ArrayLike:
-        if not _is_number(x):
-            return x
-        value, is_whole = np.asarray(x), jnp.issubdtype(x.dtype, jnp.integer)
+    def moved(old: ArrayLike, new: ArrayLike) -> ArrayLike:
+        # A constant would be another setting of the model, such as a number of iterations.
+        if not _is_number(new) or np.array_equal(old, new):
+            return new
+        value, is_whole = np.asarray(new), jnp.issubdtype(new.dtype, jnp.integer)
         if is_whole or value == np.round(value):
             most = np.iinfo(value.dtype).max // 2 if is_whole else n_steps
             return value + np.asarray(min(n_steps, most), value.dtype)
         return value + np.asarray(_AMOUNT, value.dtype)
 
-    return state.replace(model_state=jax.tree.map(moved, state.model_state))
+    model_state = jax.tree.map(moved, before.model_state, after.model_state)
+    return after.replace(model_state=model_state)
 
 
 def _is_number(x: Any) -> bool:
@@ -427,15 +429,15 @@ class Division(NamedTuple):
             return self._tried(programs, (state, np.float32(amount)), batch, states, proof)
 
         yield tried(own, 0.0)
-        kept = jax.tree.leaves(getattr(own, "model_state", ()))
-        if not kept:
+        if not jax.tree.leaves(getattr(own, "model_state", ())):
             yield tried(own, _AMOUNT)
             return
-        given = own, np.float32(0)
+        given, later = (own, np.float32(0)), own
         with contextlib.suppress(Exception):  # One device may not hold the whole batch.
-            own, _ = _continued(given, programs.one(given, batch, 0).state)
-        for n_steps in _LATER if any(map(_is_number, kept)) else _LATER[:1]:
-            yield tried(_advanced(own, n_steps), _AMOUNT)
+            later, _ = _continued(given, programs.one(given, batch, 0).state)
+        is_counted = any(map(_is_number, jax.tree.leaves(own.model_state)))
+        for n_steps in _LATER if is_counted else _LATER[:1]:
+            yield tried(_advanced(own, later, n_steps), _AMOUNT)
 
     def _tried(
         self,

@@ -218,7 +218,8 @@ def try_halves(
         # Compare changes: next to a large old value, a wrong change would pass for rounding.
         if old is not None and old.shape == a[0].shape and old.dtype == a[0].dtype != bool:
             old = np.asarray(old)
-            a, b, c = ([x - old for x in each] for each in (a, b, c))
+            with np.errstate(invalid="ignore"):  # An infinite state stays as it is.
+                a, b, c = ([x - old for x in each] for each in (a, b, c))
             if np.issubdtype(old.dtype, np.inexact):
                 rounding = 4 * float(np.finfo(old.dtype).eps * np.max(np.abs(old), initial=0))
         half = b

@@ -652,6 +652,17 @@ def test_rows_that_are_mixed_from_a_later_step_on_are_not_divided(start, strengt
         model_of(warmed, FOUR["shard_map"](), state=state).fit(X, Y, 20, verbose=0)
 
 
+def test_a_constant_of_the_state_is_no_counter():
+    def waves(w, x, variables):
+        scale = variables["stats"]["scale"]
+        ordered = jnp.take_along_axis(x, jnp.argsort(x, 1), 1)  # No proof knows this to keep rows.
+        return jnp.sin(2 * jnp.pi * scale * ordered) @ w, {"stats": {"scale": scale}}
+
+    state = {"stats": {"scale": jnp.asarray(1.0)}}
+    found = model_of(waves, FOUR["shard_map"](), state=state).fit(X, Y, 20, verbose=0)
+    assert np.isfinite(found["loss"]).all()
+
+
 @pytest.mark.slow
 def test_examples_whose_gradients_are_taken_alone_must_not_be_mixed():
     options = {"example_grads_hook": lambda grads: grads, "strategy": ff.DataParallel(ONE)}
