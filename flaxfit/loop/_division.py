@@ -105,7 +105,7 @@ def examine(
     is_asked = division.text or is_replaced or may_pad and not why_not
     if not is_asked:
         return why_not
-    if task.objective is not None and may_pad and batch.weights is None:
+    if task.objective is not None and may_pad and not why_not and batch.weights is None:
         # Padded batches have weights, which an objective may read.
         batch = batch._replace(weights=np.ones(n_examples(batch), np.float32))
     key = (structure_of((state, batch)), may_pad)
@@ -226,6 +226,7 @@ def _advanced(before: PyTree, after: PyTree, n_steps: int) -> PyTree:
 
 
 def _is_number(x: Any) -> bool:
+    """Whether a leaf is an array of one number."""
     is_array = isinstance(x, np.ndarray | jax.Array) and x.size == 1
     return is_array and jnp.issubdtype(x.dtype, jnp.number)
 
@@ -356,11 +357,11 @@ class Division(NamedTuple):
             return Proof(is_independent=False)
         # Two sizes are traced: a dimension that differs between the traces is an axis of rows, and
         # one that does not is a constant.
-        n, n_parts = self._part(batch), self.n_replicas * self.n_parts
-        sizes = [(n, n_parts)] if n_parts > 1 else []
+        n, n_parts = max(2, self._part(batch)), self.n_replicas * self.n_parts
+        sizes, least = [(n, n_parts)] if n_parts > 1 else [], (2, max(2, -(-n // 2)))
         # A remainder may have any size, and run at another.
-        if self.may_pad or self.by_example or not sizes:
-            sizes.append((2, max(2, n // 2)))
+        if self.may_pad and least not in sizes or not sizes:
+            sizes.append(least)
         axis, proof = self.strategy.axis_name, Proof(is_independent=True)
         for number, (size, factor) in enumerate(sizes):
             given = state, batch, states, size, factor
@@ -368,15 +369,17 @@ class Division(NamedTuple):
             proof = prove(bound if axis is None else run, *given, is_chained=is_chained)
             if proof.names_axis:
                 return prove(bound, *given)._replace(is_independent=False, names_axis=True)
-            if n_parts == 1 or number > 0:  # A size of the trial, not of the run.
+            # Training may never run another size, so its refusal is no error.
+            if number > 0 or size != self._part(batch) or self.strategy.n_processes > 1:
                 proof = proof._replace(refusal=None)
             if not proof.is_independent:
                 break
-        return proof
+        # A dimension of 1 may be an axis of rows or be broadcast: single rows are tried.
+        return proof._replace(is_independent=proof.is_independent and self._part(batch) > 1)
 
     def _part(self, batch: Batch) -> int:
-        """Returns the number of examples in a part of a batch, at least 2."""
-        return max(2, -(-n_examples(batch) // (self.n_replicas * self.n_parts)))
+        """Returns the number of examples in a part of a batch."""
+        return 1 if self.by_example else -(-n_examples(batch) // (self.n_replicas * self.n_parts))
 
     def _trials(
         self, state: PyTree, batch: Batch, states: PyTree, proof: Proof
@@ -392,20 +395,20 @@ class Division(NamedTuple):
             def moved(function: Function) -> Function:
                 return jit(lambda state, *others: function(_moved(*state), *others))
 
-            plain, differentiated = moved(function), None
-            if self.is_trained and proof.stops_gradients:
-                differentiated = moved(with_tangents(function))
+            plain, chosen = moved(function), None
+            differs = self.is_trained and proof.stops_gradients
 
             def call(state: PyTree, batch: Batch, seed: int) -> PyTree:
-                nonlocal differentiated
-                if differentiated is not None:
-                    try:
-                        return differentiated(state, batch, states, seed)
-                    except Exception:  # A `jax.custom_vjp` has no tangents.
-                        found = plain(state, batch, states, seed)
-                        differentiated = None
-                        return found
-                return plain(state, batch, states, seed)
+                nonlocal chosen
+                if chosen is not None:
+                    return chosen(state, batch, states, seed)
+                try:
+                    first = moved(with_tangents(function)) if differs else plain
+                    found = first(state, batch, states, seed)
+                except Exception:  # A `jax.custom_vjp` has no tangents.
+                    first, found = plain, plain(state, batch, states, seed)
+                chosen = first
+                return found
 
             return call
 
@@ -509,12 +512,12 @@ class Division(NamedTuple):
             given = steady, state, batch, self.compute, proof.close
             is_divided = bool(self.text) and not draws
             yield Difference(rows=try_weights(*given, may_pad=self.may_pad, is_divided=is_divided))
-        if steady is not None:
-            n = 1 if self.by_example else self._part(batch)
-            given = steady, state, batch, n, proof.close
-            yield Difference(rows=try_parts(*given, draws=draws))
-            if not proof.is_same_program:  # As above, few rows may be computed otherwise.
-                yield Difference(rows=try_parts(*given[:3], 2, proof.close, draws=draws))
+        # Once: the trials of perturbed states take a few rows.
+        if steady is not None and not state[1]:
+            sizes = [self._part(batch)] if self.text else []
+            for n in sizes if proof.is_same_program else [*sizes, n_examples(batch) // 2, 2]:
+                given = steady, state, batch, n, proof.close
+                yield Difference(rows=try_parts(*given, draws=draws))
 
     def _local(self, state: PyTree) -> PyTree:
         """Returns the state as arrays of this process; one copy if it is replicated."""

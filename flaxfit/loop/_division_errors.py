@@ -93,9 +93,8 @@ def about_size(n: int, error: Exception, text: str, n_parts: int) -> str:
     """Explains that a pass accepts the whole batch, but not a part of `n` examples."""
     return (
         f"Cannot divide a batch, with {text}: a part of it has {n} examples, which the model or "
-        f"the loss does not accept ({first_line(error)}). An array with a row per example, such as "
-        "a carried state, is divided only if it is an input. Pass it as one, or use "
-        f"{_instead(text, n_parts)}."
+        f"the loss does not accept ({first_line(error)}). If the model keeps an array with a row "
+        f"per example, such as a carry, pass it as an input. Or use {_instead(text, n_parts)}."
     )
 
 

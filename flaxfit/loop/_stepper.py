@@ -121,7 +121,9 @@ class Stepper:
 
     def set_state(self, state: TrainState, *, may_donate: bool = False) -> None:
         """Continues from another state: from a copy, unless steps `may_donate` its arrays."""
-        self.consistency.state(int(state.step), {"state": state, **self.companions.states})
+        self.consistency.state(
+            int(state.step), {"state": state, "companions": self.companions.states}
+        )
         before = self.state
         check_norms(self.task, state.params)
         self.placed.place(state, may_donate=may_donate)

@@ -63,7 +63,7 @@ def update_statistics(
         # Far larger than `low`, so that the rounding of `high - low` hardly changes the momentum.
         start = jax.tree.map(lambda x: (1 + 100 * abs(x)).astype(x.dtype), low)
         found = jax.tree.map(_of_batch, old, low, start, after(start))
-        n = jax.tree.leaves(batch)[0].shape[0]
+        n = next(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
         total = state.opt_state + n
         statistics = _merged(old, found, n / total)
         model_state = {**state.model_state, "batch_stats": statistics}
@@ -107,8 +107,11 @@ def _merged(old: PyTree, new: PyTree, share: Array) -> PyTree:
     Sample Variances".
     """
     if not isinstance(old, Mapping):
-        return old + share * (new - old) if jnp.issubdtype(old.dtype, jnp.inexact) else new
+        if not jnp.issubdtype(old.dtype, jnp.inexact):
+            return new
+        return old + share.astype(old.dtype) * (new - old)
     merged = {name: _merged(old[name], new[name], share) for name in old}
     if "mean" in old and "var" in old:
-        merged["var"] += share * (1 - share) * (new["mean"] - old["mean"]) ** 2
+        between = (share * (1 - share)).astype(old["var"].dtype)
+        merged["var"] += between * (new["mean"] - old["mean"]) ** 2
     return merged

@@ -77,10 +77,9 @@ def pass_of(
 
 
 def with_tangents(run: Function) -> Function:
-    """Makes a pass whose rows and penalty also hold their derivatives, as a last axis.
+    """Makes a pass whose rows and penalty also hold their derivatives along a direction.
 
-    These are taken along one direction of the parameters. A gradient may combine rows although no
-    value does: by `stop_gradient`.
+    A gradient may combine rows although no value does: by `stop_gradient`.
     """
 
     def both(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
@@ -95,17 +94,17 @@ def with_tangents(run: Function) -> Function:
 
         floats = [x for x, each in zip(leaves, is_float, strict=True) if each]
         _, slopes, found = jax.jvp(at, floats, [wave(x) for x in floats], has_aux=True)
-        rows, penalty = jax.tree.map(_joined, (found.rows, found.penalty), slopes)
-        return found._replace(rows=rows, penalty=penalty)
+        rows, penalty = jax.tree.map(
+            lambda x, slope: slope if jnp.issubdtype(x.dtype, jnp.inexact) else x,
+            *((found.rows, found.penalty), slopes),
+        )
+        both_rows = {
+            owner: (*(x if isinstance(x, tuple) else (x,)), rows[owner])
+            for owner, x in found.rows.items()
+        }
+        return found._replace(rows=both_rows, penalty=(found.penalty, penalty))
 
     return both
-
-
-def _joined(value: Array, slope: Array) -> Array:
-    """Stacks a float and its derivative; values that are not floats have none."""
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
-        return value
-    return jnp.stack([value, slope], -1)
 
 
 def wave(x: Array) -> Array:
@@ -113,7 +112,7 @@ def wave(x: Array) -> Array:
 
     1 / sqrt(fan_in), as in common initializers: activations of deep models stay finite.
     """
-    scale = math.prod(x.shape[:-1]) ** -0.5
+    scale = max(1, math.prod(x.shape[:-1])) ** -0.5
     by = jnp.sin(1 + 78.233 * jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
     return (scale * by).astype(x.dtype)
 
@@ -201,7 +200,7 @@ def _in_evaluation(task: Task) -> Task:
 
 
 class Proof(NamedTuple):
-    """The result of comparing two traces of a pass."""
+    """The result of comparing traces of a pass."""
 
     is_independent: bool
     """Whether it is proven that dividing the batch keeps the results."""
@@ -214,7 +213,7 @@ class Proof(NamedTuple):
     close: float = COARSE
     """The tolerance for rounding between programs of different sizes."""
     stops_gradients: bool = True
-    """Whether a gradient may combine rows although no value does, by `jax.lax.stop_gradient`."""
+    """Whether the pass may use `jax.lax.stop_gradient`, which hides from values what is mixed."""
     refusal: Exception | None = None
     """The error of tracing the first number of examples, if any."""
 

@@ -351,7 +351,8 @@ def _shifted(kind: Known, by: int) -> Known:
 
 def _counts_rows(one: Any, two: Any, n: int, factor: int) -> bool:
     """Whether two float constants are k * n and k * factor * n, or their inverses."""
-    if not np.issubdtype(np.result_type(one), np.inexact) or 0 in (one, two):
+    is_float = np.issubdtype(np.result_type(one), np.floating)
+    if not is_float or not np.isfinite([one, two]).all() or 0 in (one, two):
         return False
     for a, b in ((float(one), float(two)), (1 / float(one), 1 / float(two))):
         n_of_each = round(a / n)

@@ -27,6 +27,7 @@ _ALIKE = 0.3
 """The tolerance between magnitudes of random results; a sum over half the examples halves."""
 _N_SEEDS = 32
 _MOST_PARTS = 32
+"""The number of parts that are compared, evenly distributed over the batch."""
 
 
 class Pass(NamedTuple):
@@ -105,17 +106,17 @@ def try_parts(
     """
     n_all = n_examples(batch)
     n = max(1, min(n, n_all // 2))
-    try:
-        whole = _read(run(state, _picked(batch, slice(None)), 0))
-        run(state, _picked(batch, slice(n)), 0)
-    except Exception:  # One device may not hold the whole batch, or a model takes no other number.
-        return ""
     starts = [*range(0, n_all - n, n), n_all - n]
-    starts = [*starts[:: -(-len(starts) // _MOST_PARTS)], starts[-1]]
+    starts = [*starts[: -1 : -(-len(starts) // _MOST_PARTS)], starts[-1]]
+    whole = None
     # Of numbers that are drawn at random, only the first ones are the same for fewer rows.
     for start in starts[: 1 if draws else None]:
         place = slice(start, start + n)
-        part = _read(run(state, _picked(batch, place), 0))
+        try:
+            whole = whole or _read(run(state, _picked(batch, slice(None)), 0))
+            part = _read(run(state, _picked(batch, place), 0))
+        except Exception:  # One device may not hold a whole batch, or a model take such a part.
+            return ""
         for owner, rows in _in_order(whole):
             for a, b in zip(_arrays(rows), _arrays(part.rows[owner]), strict=True):
                 is_by_row = (a.shape[:1], b.shape[:1]) == ((n_all,), (n,))

@@ -585,16 +585,27 @@ def test_the_whole_batch_is_divided_as_in_training(function):
             model_of(function, **options).fit(X, Y, 20, verbose=0)
 
 
-@pytest.mark.parametrize("size", [16, slow(7)])
-def test_a_remainder_that_is_computed_otherwise_is_not_padded(size):
+@pytest.mark.parametrize(("size", "least"), [(16, 6), slow(16, 16), slow(7, 7), slow(9, 9)])
+def test_a_remainder_that_is_computed_otherwise_is_not_padded(size, least):
     def scaled(w, x, _):
-        return (2.0 if len(x) >= min(size, 6) else 1.0) * x @ w
+        return (2.0 if len(x) >= least else 1.0) * x @ w
 
     model = model_of(scaled, ff.DataParallel(ONE))
     parts = np.split(X, range(size, 20, size))
     outputs = np.concatenate([scaled(W, part, None) for part in parts])
     found = model.evaluate(X, Y, batch_size=size, verbose=0)["loss"]
     assert found == pytest.approx(((outputs - Y) ** 2).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 4}, slow({"example_grads_hook": lambda grads: grads})]
+)
+def test_parts_of_one_row_are_tried(options):
+    def scaled(w, x, _):
+        return (2.0 if len(x) > 1 else 1.0) * x @ w
+
+    with pytest.raises(ValueError, match="model mixes examples of a batch"):
+        model_of(scaled, ff.DataParallel(ONE), **options).fit(X, Y, 4, verbose=0)
 
 
 def straight_through(mean):
@@ -684,6 +695,16 @@ def test_the_weights_of_padded_batches_are_tried_in_an_objective():
         model().fit(X, Y, 16, verbose=0)
     found = model().fit(X, Y, 20, verbose=0)["loss"][0]
     assert found == pytest.approx(((X @ W - Y) ** 2).mean(), rel=1e-5)
+
+    def unpadded(apply, batch, rngs):
+        values = ((apply(*batch.inputs) - batch.targets[0]) ** 2).mean(-1)
+        return values / values.mean() if batch.weights is None else values
+
+    options = {"objective": unpadded, "pad": False}
+    with pytest.raises(ValueError, match="Cannot compute this objective with 4 devices"):
+        model_of(lambda w, x, _: x @ w, FOUR["shard_map"](), None, **options).fit(
+            X, Y, 16, verbose=0
+        )
 
 
 @pytest.mark.parametrize("way", ["fit", slow("evaluate")])

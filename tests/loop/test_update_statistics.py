@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -84,6 +85,23 @@ def test_a_model_recomputes_them_for_the_mean_of_its_weights():
     kernel, bias = (np.float64(state.params["first"][name]) for name in ("kernel", "bias"))
     found = state.model_state["batch_stats"]["norm"]
     np.testing.assert_allclose(found["var"], (X @ kernel + bias).var(0), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_statistics_in_16_bits_keep_their_dtype():
+    class Half(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            mean = self.variable("batch_stats", "mean", jnp.zeros, 3, jnp.bfloat16)
+            if train:
+                mean.value = (0.9 * mean.value + 0.1 * x.mean(0)).astype(jnp.bfloat16)
+            return nn.Dense(1)(x - mean.value)
+
+    model = ff.Model(Half(), optax.sgd(0.1), "mse", strategy=ONE)
+    model.update_statistics(X, batch_size=20)
+    mean = model.state.model_state["batch_stats"]["mean"]
+    assert mean.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(mean), X.mean(0), rtol=0.05)
 
 
 def test_a_model_without_statistics_is_refused():

@@ -68,6 +68,7 @@ COMBINING = {
     "a factor by the number of rows": lambda x: (2.0 if len(x) > 8 else 1.0) * x,
     "a table by the number of rows": lambda x: TABLES[int(len(x) > 8)] * x,
     "an exponent by the number of rows": lambda x: x ** (2 if len(x) > 8 else 3),
+    "complex mean": lambda x: x + (1j * x).mean(0).imag,
     "number of rows and one": lambda x: x / jnp.ones(len(x) + 1).sum(),
     "position": lambda x: x * jnp.arange(len(x))[:, None],
     "pairs": lambda x: jnp.repeat(x.reshape(-1, 2, 4).sum(1), 2, 0),
