@@ -1,6 +1,5 @@
 """Division: proves by traces, or tests on a batch, that batches may be divided and padded."""
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -30,6 +29,7 @@ from flaxfit.step import (
     pass_of,
     prove,
     reduces_over,
+    some_rows,
     states_of,
     try_doubled,
     try_halves,
@@ -227,8 +227,7 @@ def _advanced(before: PyTree, after: PyTree, n_steps: int) -> PyTree:
 
 def _is_number(x: Any) -> bool:
     """Whether a leaf is an array of one number."""
-    is_array = isinstance(x, np.ndarray | jax.Array) and x.size == 1
-    return is_array and jnp.issubdtype(x.dtype, jnp.number)
+    return np.size(x) == 1 and jnp.issubdtype(getattr(x, "dtype", bool), jnp.number)
 
 
 def _continued(given: tuple[PyTree, ArrayLike], new: PyTree) -> tuple[PyTree, ArrayLike]:
@@ -432,14 +431,14 @@ class Division(NamedTuple):
             return self._tried(programs, (state, np.float32(amount)), batch, states, proof)
 
         yield tried(own, 0.0)
-        if not jax.tree.leaves(getattr(own, "model_state", ())):
+        kept = jax.tree.leaves(getattr(own, "model_state", ()))
+        if not kept:
             yield tried(own, _AMOUNT)
             return
-        given, later = (own, np.float32(0)), own
-        with contextlib.suppress(Exception):  # One device may not hold the whole batch.
-            later, _ = _continued(given, programs.one(given, batch, 0).state)
-        is_counted = any(map(_is_number, jax.tree.leaves(own.model_state)))
-        for n_steps in _LATER if is_counted else _LATER[:1]:
+        given = own, np.float32(0)
+        few = some_rows(programs.one, given, batch)
+        later, _ = _continued(given, programs.one(given, few, 0).state)
+        for n_steps in _LATER if any(map(_is_number, kept)) else _LATER[:1]:
             yield tried(_advanced(own, later, n_steps), _AMOUNT)
 
     def _tried(

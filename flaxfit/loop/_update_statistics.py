@@ -65,8 +65,7 @@ def update_statistics(
         found = jax.tree.map(_of_batch, old, low, start, after(start))
         n = next(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
         total = state.opt_state + n
-        statistics = _merged(old, found, n / total)
-        model_state = {**state.model_state, "batch_stats": statistics}
+        model_state = {**state.model_state, "batch_stats": _merged(old, found, n / total)}
         return state.replace(model_state=model_state, opt_state=total), {}
 
     if jax.process_count() == 1 and isinstance(strategy, DataParallel | None):
@@ -75,8 +74,8 @@ def update_statistics(
     if n_steps is None:
         pass_length(stream, "Pass n_steps.")
     own = averaged_by(task, state)
-    n_examples = jnp.float32(0)
-    begin = TrainState(jnp.int32(0), own.params, n_examples, own.model_state, own.key)
+    # In place of an optimizer's state, the number of examples.
+    begin = TrainState(jnp.int32(0), own.params, jnp.float32(0), own.model_state, own.key)
     batches = map(task.roles.inputs_of, itertools.islice(stream, n_steps))
     job = TrainTask(step=step, data=batches)
     loop = TrainLoop(begin, job, strategy=strategy, n_steps_per_checkpoint=2**30, stdout=False)
@@ -107,9 +106,8 @@ def _merged(old: PyTree, new: PyTree, share: Array) -> PyTree:
     Sample Variances".
     """
     if not isinstance(old, Mapping):
-        if not jnp.issubdtype(old.dtype, jnp.inexact):
-            return new
-        return old + share.astype(old.dtype) * (new - old)
+        is_float = jnp.issubdtype(old.dtype, jnp.inexact)
+        return old + share.astype(old.dtype) * (new - old) if is_float else new
     merged = {name: _merged(old[name], new[name], share) for name in old}
     if "mean" in old and "var" in old:
         between = (share * (1 - share)).astype(old["var"].dtype)

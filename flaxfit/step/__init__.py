@@ -31,6 +31,7 @@ from flaxfit.step._train_step import make_train_step, more_sums
 from flaxfit.step._trial import (
     Difference,
     Pass,
+    some_rows,
     try_doubled,
     try_halves,
     try_parts,

@@ -68,7 +68,7 @@ def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -
     It replaces the first half, the second half, and every second row of a few examples, or of
     `all_rows`. A trial is no proof: a branch on other data goes unnoticed.
     """
-    batch = _picked(batch, slice(None)) if all_rows else _some_rows(run, state, batch)
+    batch = _picked(batch, slice(None)) if all_rows else some_rows(run, state, batch)
     whole, n = _read(run(state, batch, 0)), n_examples(batch)
     try:
         half = _read(run(state, _picked(batch, slice(n // 2)), 0))
@@ -91,7 +91,7 @@ def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -
 
 def varies(run: Run, state: PyTree, batch: Batch) -> bool:
     """Whether the results of a pass depend on the seed."""
-    batch = _some_rows(run, state, batch)
+    batch = some_rows(run, state, batch)
     one, other = (_arrays(_read(run(state, batch, seed))) for seed in (0, 1))
     return any(_differ(a, b, _SAME) for a, b in zip(one, other, strict=True))
 
@@ -163,7 +163,7 @@ def try_halves(
         may then differ.
       all_rows: whether to take all examples, as it also does if half of a few are too few.
     """
-    given, batch = batch, _picked(batch, slice(None)) if all_rows else _some_rows(run, state, batch)
+    given, batch = batch, _picked(batch, slice(None)) if all_rows else some_rows(run, state, batch)
     n = n_examples(batch) // 2
     seeds = range(2 if draws else 1)
     wholes = [_read(run(state, _picked(batch, slice(2 * n)), seed)) for seed in seeds]
@@ -310,7 +310,7 @@ def try_weights(
     If batches may be padded, a half of weight 0 must change nothing. If they are divided, the sums
     of halves of unequal weight must add up: with equal weights, a mean looks like a sum.
     """
-    batch = _some_rows(run, state, batch)
+    batch = some_rows(run, state, batch)
     n = n_examples(batch) // 2
 
     def sums(rows: slice, n_counted: int) -> Mapping[str, PyTree]:
@@ -336,7 +336,7 @@ def _in_order(found: Pass) -> list[tuple[str, PyTree]]:
     return sorted(found.rows.items(), reverse=True)
 
 
-def _some_rows(run: Run, state: PyTree, batch: Batch) -> Batch:
+def some_rows(run: Run, state: PyTree, batch: Batch) -> Batch:
     """Returns a few examples, repeated if necessary; all if the model accepts no other size."""
     few = _picked(batch, np.arange(N_ROWS) % n_examples(batch))
     try:
