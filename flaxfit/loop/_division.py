@@ -211,6 +211,7 @@ def _moved(state: PyTree, amount: ArrayLike) -> PyTree:
 def _advanced(before: PyTree, after: PyTree, n_steps: int) -> PyTree:
     """Advances the counters that a pass has changed, and moves other single numbers."""
 
+    @np.errstate(over="ignore")
     def moved(old: ArrayLike, new: ArrayLike) -> ArrayLike:
         # A constant would be another setting of the model, such as a number of iterations.
         if not _is_number(new) or np.array_equal(old, new):

@@ -648,6 +648,7 @@ def test_rows_that_are_mixed_in_the_gradient_alone_are_not_divided():
     [
         (0.0, lambda step: step >= 100, lambda step: step + 1),
         slow(0, lambda step: step >= 1500, lambda step: step + 1),
+        slow(np.float16(65000), lambda step: step > 65100, lambda step: step + 32),
         slow([0], lambda step: (step[0] > 1) & (step[0] < 900), lambda step: step + 1),
         slow(False, lambda is_on: is_on, lambda is_on: True),
         slow(np.zeros(4, "f4"), lambda gate: gate, lambda gate: gate + 0.1),
