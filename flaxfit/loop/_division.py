@@ -396,14 +396,14 @@ class Division(NamedTuple):
                 return jit(lambda state, *others: function(_moved(*state), *others))
 
             plain, chosen = moved(function), None
-            differs = self.is_trained and proof.stops_gradients
+            is_differentiated = self.is_trained and proof.stops_gradients
 
             def call(state: PyTree, batch: Batch, seed: int) -> PyTree:
                 nonlocal chosen
                 if chosen is not None:
                     return chosen(state, batch, states, seed)
                 try:
-                    first = moved(with_tangents(function)) if differs else plain
+                    first = moved(with_tangents(function)) if is_differentiated else plain
                     found = first(state, batch, states, seed)
                 except Exception:  # A `jax.custom_vjp` has no tangents.
                     first, found = plain, plain(state, batch, states, seed)

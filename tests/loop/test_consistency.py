@@ -124,6 +124,8 @@ def test_the_arrays_of_states_that_differ_are_named(errors_of_two):
     assert errors_of_two(lambda i: of_processes(2).checkpoint(3, states[0])) == [None, None]
     shown = errors_of_two(lambda i: of_processes(2).state(0, states[i]))
     assert shown[0] == shown[1] and "1 difference, rate: " in shown[0]
+    more = {"w": jnp.ones(2)}, {"w": jnp.ones(2), "key": jax.random.key(1)}
+    assert "1 difference, key: " in errors_of_two(lambda i: of_processes(2).state(0, more[i]))[0]
     both = {"w": jnp.ones(2)}, {"w": np.ones(2, np.float32)}
     assert errors_of_two(lambda i: of_processes(2).state(0, both[i])) == [None, None]
 
