@@ -138,7 +138,8 @@ def _check_layout(path: Path, wanted: Mapping[str, Array | jax.ShapeDtypeStruct]
     headers = {name: store.read(f"{name.rstrip('/')}/.zarray") for name in wanted}
     for name, array in wanted.items():
         shape = list(array.shape)
-        dtype = array.dtype.str if array.dtype.isbuiltin == 1 else array.dtype.name
+        # 2: registered by `ml_dtypes`. It is 0 for copies of NumPy's own, as in unpickled arrays.
+        dtype = array.dtype.name if array.dtype.isbuiltin == 2 else array.dtype.str
         expected = {"shape": shape, "dtype": dtype}
         header = json.loads(headers[name].result().value or "null")
         match header:

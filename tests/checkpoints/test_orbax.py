@@ -1,6 +1,7 @@
 """Array headers are compared with the record before anything is allocated."""
 
 import asyncio
+import copy
 import json
 
 import jax
@@ -120,6 +121,14 @@ def test_names_of_any_kind_are_found_again(tmp_path):
     assert {name: found[name]["w"][0].item() for name in names} == dict(
         zip(names, range(len(names)), strict=True)
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_array_with_a_copy_of_its_dtype_is_saved(tmp_path, dtype):
+    w = np.ones(4, copy.deepcopy(jnp.dtype(dtype)))
+    assert w.dtype == dtype and w.dtype.isbuiltin != 1
+    path = save(tmp_path, STATE.replace(params={"w": w}))
+    assert restore(path.parent).params["w"].dtype == dtype
 
 
 def test_a_save_where_an_event_loop_runs_as_in_a_notebook(tmp_path):
