@@ -64,7 +64,7 @@ def changes(record: Mapping[str, Json]) -> list[str]:
     if now["platform"] == then.get("platform") != "cpu":
         now.pop("cpu")
         now.pop("cpu threads")
-    if (record.get("running") or {}).get("virtual_replicas"):
+    if (record["running"] or {}).get("virtual_replicas"):
         now.pop("devices")
         now.pop("processes")
     return [

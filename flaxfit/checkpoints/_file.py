@@ -16,7 +16,7 @@ from flaxfit.checkpoints import _orbax, _seal
 from flaxfit.checkpoints._compare import check_fits, choose, path_in_state
 from flaxfit.checkpoints._contents import CALLBACKS, COMPANIONS, own_path
 from flaxfit.checkpoints._environment import changes
-from flaxfit.checkpoints._record import Record, read_record
+from flaxfit.checkpoints._record import read_record
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.checkpoints._tree import (
     Description,
@@ -90,10 +90,10 @@ def read(
     """Reads and verifies the checkpoint of one step; see `CheckpointFileReader.read`."""
     record = read_record(path)
     if isinstance(template, TemplateOf):
-        template = template.make(record.get("running"))
+        template = template.make(record["running"])
     described, templates = record["arrays"], {}
     if template is not None:
-        frozen = (record.get("running") or {}).get("frozen")
+        frozen = (record["running"] or {}).get("frozen")
         described, templates = _wanted(described, template, partial, path, frozen)
     if problem := from_main("the seal of a checkpoint", lambda: _seal.problem(path)):
         raise Damaged(problem)
@@ -103,13 +103,12 @@ def read(
         if own_path(name) not in arrays:
             raise Damaged(f"it does not hold {name}")
         arrays[name] = arrays[own_path(name)].copy()
-    for name in filter(_is_average, templates.keys() & arrays.keys()):
-        arrays[name] = arrays[name].astype(templates[name].dtype)
     if partial is None and (changed := changes(record)):
         say(
             f"a run resumed from {path} may not continue bit for bit; since it was saved, this has "
             f"changed: {', '.join(changed)}"
         )
+    sums = record["sums"]
     metrics: dict[str, PyTree] = {
         name: np.asarray(value) if isinstance(value, list) else value
         for name, value in record["metrics"].items()
@@ -120,30 +119,18 @@ def read(
         metrics=metrics,
         history=record["history"],
         data_state=own_position(record["data_state"]),
-        running=record.get("running"),
-        **_count(record),
+        running=record["running"],
+        n_completed_steps=record["n_completed_steps"],
+        n_examples=record["n_examples"],
+        sums=sums and {dtype: np.asarray(pair, dtype) for dtype, pair in sums.items()},
         callback_states=record["callback_states"],
         callback_arrays=_callback_arrays(arrays, template),
         companions=nested(_below(COMPANIONS, arrays)).get(COMPANIONS, {}),
-        # Old files keep it among the states.
-        stop=record.get("stop", record["callback_states"].get("stopped", False)),
+        stop=record["stop"],
         versions=record["versions"],
         environment=record["environment"],
         path=path,
     )
-
-
-def _count(record: Record) -> dict[str, PyTree]:
-    """Returns the counts and sums of a checkpoint; old files keep them in `running`."""
-    old, sums = record.get("running") or {}, record.get("sums")
-    if "totals" in old:
-        high, low = old["totals"]
-        sums = {dtype: [high[dtype], low[dtype]] for dtype in high}
-    return {
-        "n_completed_steps": record.get("n_completed_steps", old.get("n_steps", 0)),
-        "n_examples": record.get("n_examples", 0),
-        "sums": sums and {dtype: np.asarray(pair, dtype) for dtype, pair in sums.items()},
-    }
 
 
 def _wanted(
@@ -161,12 +148,6 @@ def _wanted(
         taken = choose(found, templates, partial, path, path_in_state)
         return {name: found[name] for name in taken}, templates
     here = {name: describe(leaf) for name, leaf in templates.items()}
-    # Old files keep averages in the dtype of the parameters, and no averaged statistics.
-    for name in filter(_is_average, here):
-        if name not in found and own_path(name) in found:
-            found[name] = {**found[own_path(name)], "is_own": True}
-        if name in found and found[name]["dtype"] in ("bfloat16", "float16"):
-            here[name]["dtype"] = found[name]["dtype"]
     if isinstance(template, TrainState):
         # A callback's array gets the sharding of the state's array with that path, but keeps its
         # dtype, such as float32 for a mean of bfloat16 weights.
@@ -195,10 +176,6 @@ def _plain_state(arrays: Mapping[str, Array], described: Mapping[str, Descriptio
     known = {field.name for field in dataclasses.fields(TrainState)}
     state = TrainState(**{name: value for name, value in fields.items() if name in known})
     return state.replace(axes=FrozenDict(axes) or None)
-
-
-def _is_average(name: str) -> bool:
-    return name.startswith(("opt_state/average/", "opt_state/statistics/"))
 
 
 def _below(place: str, named: Mapping[str, Value]) -> dict[str, Value]:

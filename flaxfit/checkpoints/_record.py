@@ -13,7 +13,7 @@ from flaxfit.checkpoints._seal import Damaged
 from flaxfit.display import first_line
 from flaxfit.tree import Json
 
-FORMAT = 1
+FORMAT = 2
 Record: TypeAlias = dict[str, Json]
 _KINDS_OF_KEYS = frozenset({"threefry2x32", "rbg", "unsafe_rbg"})
 
@@ -27,10 +27,10 @@ def read_record(path: Path) -> Record:
         _seal.raise_if_unread(error, path)
         raise Damaged(f"its record cannot be read ({first_line(error)})") from error
     match record:
-        case {"format": int(number)} if number > FORMAT:
+        case {"format": int(number)} if number != FORMAT:
             raise ValueError(
                 f"Cannot read the checkpoint {path}: it has format {number}, this version of "
-                f"flaxfit reads up to {FORMAT}. Install a newer flaxfit."
+                f"flaxfit reads {FORMAT}. Install the version that wrote it."
             )
         case {
             "format": int(),
@@ -42,6 +42,11 @@ def read_record(path: Path) -> Record:
             "versions": {},
             "environment": {},
             "monitor": None | {"name": str(), "mode": "min" | "max"},
+            "running": _,
+            "n_completed_steps": int(),
+            "n_examples": int(),
+            "sums": None | {},
+            "stop": bool(),
             "arrays": {**arrays},
         } if all(isinstance(value, int | float | list) for value in metrics.values()):
             if step != _folder.step_of(path.name):

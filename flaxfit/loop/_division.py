@@ -113,7 +113,7 @@ def examine(
         return known[key]
     states = states_of(task)
     mixed, changed = division.find(state, batch, states)
-    if task.objective is None and (mixed == MODEL or division.is_noisy):
+    if task.objective is None and (mixed.startswith(MODEL) or division.is_noisy):
         # A model that mixes rows hides whether losses and metrics do so: examine these alone.
         own = division._replace(
             run=comparison_of(task, with_losses=with_losses),
@@ -131,8 +131,8 @@ def examine(
         raise ValueError(about_targets(compared, is_by_output=_is_by_output(task, batch)))
     division.check(changed, pad=task.pad)
     division.check(changed_by_loss, pad=task.pad)
-    if may_pad and not why_not and compared not in ("", MODEL):
-        raise ValueError(about_rows(compared, division.text, n_parts, pad=task.pad))
+    if may_pad and not why_not and compared and not compared.startswith(MODEL):
+        raise ValueError(about_rows(compared, division.text, pad=task.pad))
     why_not = why_not or (MIXES if mixed else "")
     if task.objective is not None and task.metrics and isinstance(task, EvalTask):
         # Evaluation computes outputs for the metrics by a separate call: examine that, too.
@@ -267,7 +267,7 @@ class Division(NamedTuple):
     evaluation: Function | None = None
     """The pass of a training task in evaluation mode, where its rows may be deterministic."""
     averages: str = ""
-    """The owner of arrays without rows that are averaged over replicas; see `try_halves`."""
+    """The start of owners whose arrays without rows are averaged; see `try_halves`."""
     may_pad: bool = False
     """Whether batches may be padded."""
     has_sums: bool = False

@@ -12,11 +12,21 @@ def about_change(
 
     `text` is the option that divides the batch, `axis` the mapped axis of replicas, if any.
     """
-    if changed.rows:
-        return about_rows(changed.rows, text, n_parts, pad=pad)
     advice = _instead(text, n_parts)
     if axis is not None and n_parts == 1:
         advice += f", or reduce over the replicas in the module: jax.lax.psum(x, {axis!r})"
+    if changed.rows.startswith(MODEL):
+        how = "such as by a batch mean"
+        if n_parts > 1:
+            how += ", or by a state that one part of the batch updates and the next one reads"
+        where = changed.rows.removeprefix(MODEL)
+        return (
+            f"This model mixes examples of a batch{where}, {how}, so dividing the batch would "
+            f"change its outputs or gradients. Use {advice}. BatchNorm with running statistics is "
+            "allowed."
+        )
+    if changed.rows:
+        return about_rows(changed.rows, text, pad=pad)
     if path := (changed.state or changed.chained).removeprefix(f"{WRITTEN}/"):
         why = "neither the mean over the parts of the batch nor equal in all of them"
         if not changed.state:
@@ -27,9 +37,9 @@ def about_change(
         )
     if changed.shared:
         return (
-            f"Cannot divide a batch, with {text}: the output {changed.shared} of the model, one "
-            "for a batch, is not the mean over the parts, which the loss would receive. "
-            f"Return one value per example, or use {advice}."
+            f"Cannot divide a batch, with {text}: {changed.shared[0].lower()}{changed.shared[1:]} "
+            "returns one value for a batch that is not the mean over the parts, which the loss "
+            f"would receive. Return one value per example, or use {advice}."
         )
     if changed.penalty:
         return (
@@ -40,17 +50,8 @@ def about_change(
     return ""
 
 
-def about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
-    """Explains that `owner` computes rows that depend on other rows; see `about_change`."""
-    if owner == MODEL:
-        how = "such as by a batch mean"
-        if n_parts > 1:
-            how += ", or by a state that one part of the batch updates and the next one reads"
-        return (
-            f"This model mixes examples of a batch, {how}, so dividing the batch would change its "
-            f"outputs or gradients. Use {_instead(text, n_parts)}. BatchNorm with running "
-            "statistics is allowed."
-        )
+def about_rows(owner: str, text: str, *, pad: bool) -> str:
+    """Explains that a loss or metric has rows that depend on other rows; see `about_change`."""
     if owner == OBJECTIVE:
         where = f"with {text}" if text else "with batches that may be padded"
         return (
@@ -82,10 +83,11 @@ def about_rows(owner: str, text: str, n_parts: int, *, pad: bool) -> str:
             "Return one value per example that depends on that example alone, or set "
             "across='batch' in the task, which computes the loss from the outputs of all parts."
         )
+    otherwise = "" if text else ", or pad=False"
     return (
         f"{owner} gives each example a value that depends on the other examples of its batch, or "
         "on the batch size. Padding, and batches of another size, would change it. If it is meant "
-        "to compare examples of a batch, set across='batch' in the task."
+        f"to compare examples of a batch, set across='batch' in the task{otherwise}."
     )
 
 

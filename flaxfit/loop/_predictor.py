@@ -15,8 +15,8 @@ from flaxfit.loop._padding import PreparedBatch
 from flaxfit.loop._programs import Programs
 from flaxfit.loop._state_layout import StateLayout
 from flaxfit.step import (
-    MODEL,
     Pass,
+    by_output,
     calls_explained,
     evaluated,
     make_predict_step,
@@ -199,7 +199,7 @@ class Predictor:
 
     def _pass(self, state: PyTree, batch: Batch, states: PyTree, seed: PyTree) -> Pass:
         position = (seed,) if self.task.rngs else ()
-        return Pass({MODEL: self._make()(state, batch, *position)})
+        return Pass(by_output((self._make()(state, batch, *position),)))
 
     def _compile(
         self, layout: StateLayout, prepared: PreparedBatch, arguments: tuple[PyTree, ...]

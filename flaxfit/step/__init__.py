@@ -15,6 +15,7 @@ from flaxfit.step._passes import (
     OBJECTIVE,
     SUMS,
     Proof,
+    by_output,
     comparison_of,
     has_statistics,
     outputs_of,

@@ -21,7 +21,7 @@ from flaxfit.step._model_call import with_updates
 from flaxfit.step._row_independence import FREE, Kind, OtherProgram, kinds_of_results
 from flaxfit.step._trial import CLOSE, COARSE, N_ROWS, Pass
 from flaxfit.task import EvalTask, TrainTask, in_float32
-from flaxfit.tree import Array, Function, PyTree, shapes_of, unbound_axis
+from flaxfit.tree import Array, Function, PyTree, flat, shapes_of, unbound_axis
 
 MODEL, OBJECTIVE, SUMS = "The model", "The objective", "The metric {!r}, whose sums"
 _DRAWS = "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"
@@ -67,13 +67,21 @@ def pass_of(
         if task.objective is not None:
             rows = {OBJECTIVE: (measured.values, measured.weights)}
         else:
-            rows = {MODEL: measured.outputs} | _compared(task, measured.outputs, batch, with_losses)
+            rows = by_output(measured.outputs)
+            rows |= _compared(task, measured.outputs, batch, with_losses)
         sums = _sums(bound, measured)
         if evaluates and not is_noisy:
             return Pass(rows, sums)
         return Pass(rows, sums, kept, result.sown)
 
     return run
+
+
+def by_output(outputs: tuple[PyTree, ...]) -> dict[str, PyTree]:
+    """Returns the outputs of a model by owner, which names one of several."""
+    named = flat(outputs[0] if len(outputs) == 1 else outputs)
+    where = [f" in its output {path!r}" for path in named] if len(named) > 1 else [""]
+    return dict(zip([MODEL + each for each in where], named.values(), strict=True))
 
 
 def with_tangents(run: Function) -> Function:

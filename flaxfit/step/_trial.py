@@ -55,7 +55,7 @@ class Difference(NamedTuple):
     penalty: str = ""
     """The paths of penalty terms that are not the mean over the halves."""
     shared: str = ""
-    """The path of an output without rows that is not the mean over the halves."""
+    """The owner of an output without rows that is not the mean over the halves."""
 
 
 Run = Callable[[PyTree, Batch, int], Pass]
@@ -74,6 +74,8 @@ def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -
         half = _read(run(state, _picked(batch, slice(n // 2)), 0))
     except Exception:  # The model accepts no other number of rows.
         half = Pass(dict.fromkeys(whole.rows))
+    if owner := _absent(whole, half):
+        return owner
     places = np.arange(n)
     for is_other in (places < n // 2, places >= n // 2, places % 2 == 0):
         found = _read(run(state, with_other_rows(batch, is_other), 0))
@@ -157,7 +159,7 @@ def try_halves(
       before: the model state before the pass: changes of large numbers are compared, not values.
       compute: `(owner, sums) -> value`, since different sums may stand for one value.
       close: the tolerance between programs for different batch sizes.
-      averages: the owner of arrays without rows that are averaged over replicas.
+      averages: the start of owners whose arrays without rows are averaged over replicas.
       is_noisy: whether state and penalty may depend on batch statistics.
       draws: whether random numbers are drawn, perhaps from a fixed key: rows of the second half
         may then differ.
@@ -196,6 +198,8 @@ def try_halves(
             all_rows=True,
         )
     whole, one, two = wholes[0], ones[0], twos[0]
+    if owner := _absent(whole, one):
+        return Difference(rows=owner)
     # Results that differ between seeds are random: rows cannot be compared then, only statistics.
     is_random = any(
         _differ(a, b, _SAME)
@@ -205,10 +209,8 @@ def try_halves(
     if not is_random:
         if owner := _owner_of_difference(whole, one, two, n, compute, draws, close):
             return Difference(rows=owner)
-        if averages and (
-            path := _not_mean(*(x.rows[averages] for x in (whole, one, two)), close=close)
-        ):
-            return Difference(shared=path)
+        if averages and (owner := _not_mean(whole, one, two, averages, close)):
+            return Difference(shared=owner)
     olds, is_chain = flat(before), continued is not None
 
     def differs(path: str, pick: Callable[[Pass], PyTree], *, is_state: bool = False) -> bool:
@@ -284,14 +286,13 @@ def _not_added(
     return ""
 
 
-def _not_mean(whole: PyTree, one: PyTree, two: PyTree, close: float) -> str:
-    """Returns the path of an array without rows that is not the mean over the halves, or ""."""
-    one, two = flat(one), flat(two)
-    for path, a in flat(whole).items():
-        b, c = one[path], two[path]
-        is_number = np.issubdtype(a.dtype, np.inexact)  # Others come from the first replica.
-        if a.shape == b.shape and _differ(a, (b + c) / 2 if is_number else b, close):
-            return path or "0"
+def _not_mean(whole: Pass, one: Pass, two: Pass, prefix: str, close: float) -> str:
+    """Returns the owner of an array without rows that is not the mean over the halves, or ""."""
+    for owner in filter(lambda name: name.startswith(prefix), whole.rows):
+        for a, b, c in zip(*(_arrays(x.rows[owner]) for x in (whole, one, two)), strict=True):
+            is_number = np.issubdtype(a.dtype, np.inexact)  # Others come from the first replica.
+            if a.shape == b.shape and _differ(a, (b + c) / 2 if is_number else b, close):
+                return owner
     return ""
 
 
@@ -329,6 +330,11 @@ def try_weights(
     if owner or not is_divided:
         return owner
     return _not_added(sums(whole, n + 1), first, sums(slice(n, 2 * n), 1), compute, close)
+
+
+def _absent(whole: Pass, part: Pass) -> str:
+    """Returns an owner that a smaller batch lacks, or "": a model may return a list of rows."""
+    return max(whole.rows.keys() - part.rows.keys(), default="")
 
 
 def _in_order(found: Pass) -> list[tuple[str, PyTree]]:

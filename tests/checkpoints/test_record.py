@@ -39,6 +39,16 @@ def test_a_record_that_leaves_out_what_every_state_has_is_damaged(tmp_path, name
         restore(tmp_path, which=1)
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_record_of_another_format_is_refused_in_words(tmp_path, number):
+    fill(tmp_path, 1)
+    record = tmp_path / "1" / "record" / "metadata"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"format": number}))
+    _seal.write(tmp_path / "1")
+    with pytest.raises(ValueError, match=f"has format {number}, .* reads 2.* that wrote it"):
+        restore(tmp_path, which=1)
+
+
 def test_a_renamed_step_is_damaged(tmp_path, capfd):
     fill(tmp_path, 1, 3)
     (tmp_path / "3").rename(tmp_path / "9")

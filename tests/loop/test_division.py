@@ -74,6 +74,41 @@ def test_a_model_that_combines_rows_is_not_divided(name, strategy):
             call()
 
 
+@pytest.mark.parametrize(
+    ("function", "name", "rows"),
+    [
+        (lambda x: {"own": x, "centred": x - x.mean(0)}, "'centred'", lambda o: o["own"]),
+        slow(lambda x: [*x], "'[0-9]+'", jnp.stack),
+    ],
+)
+def test_the_output_that_mixes_rows_is_named(function, name, rows):
+    def loss(outputs, targets):
+        return jnp.square(rows(outputs) - targets).mean(-1)
+
+    model = model_of(lambda w, x, _: function(x @ w), FOUR["shard_map"](), loss)
+    with pytest.raises(ValueError, match=rf"batch in its output {name}, .*psum\(x, 'replica'\)"):
+        model.fit(X, Y, 20, verbose=0)
+
+
+def test_a_loss_that_compares_rows_may_be_computed_without_padding():
+    def loss(outputs, targets):
+        return jnp.square(outputs - targets).mean(-1) * outputs.mean()
+
+    def fit(**options):
+        model = model_of(lambda w, x, _: x @ w, ff.DataParallel(ONE), loss, **options)
+        return model.fit(X, Y, 16, shuffle=False, verbose=0).history["loss"][0]
+
+    with pytest.raises(ValueError, match="set across='batch' in the task, or pad=False"):
+        fit()
+    w, sums = W, []
+    for rows in (slice(16), slice(16, 20)):
+        step = jax.value_and_grad(lambda w, rows=rows: loss(X[rows] @ w, Y[rows]).mean())
+        value, gradient = step(w)
+        w = w - 0.1 * gradient
+        sums.append(float(value) * len(X[rows]))
+    assert fit(pad=False) == pytest.approx(sum(sums) / len(X), rel=1e-5)
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-6])
 def test_a_weight_that_begins_near_zero_hides_nothing(size):
     def gated(w, x, variables):
@@ -401,7 +436,7 @@ def test_an_output_for_the_whole_batch_has_to_be_the_mean_of_those_of_parts(loss
         model = model_of(lambda w, x, _: ((x @ w, term(w, x)), {}), FOUR["shard_map"](), loss)
         return model.fit(X, Y, 20, verbose=0)
 
-    with pytest.raises(ValueError, match=r"the output 1 of the model.*is not the mean"):
+    with pytest.raises(ValueError, match="the model in its output '1' .* not the mean"):
         fit(balance)
     history = fit(lambda w, x: (x @ w).mean())
     found = history["loss"][0] + sum(history.get("penalty", ()))

@@ -145,21 +145,6 @@ def values(state):
     return state.params, state.model_state, state.opt_state.average, state.opt_state.statistics
 
 
-@pytest.mark.slow
-def test_a_checkpoint_from_before_statistics_were_averaged_is_resumed(tmp_path):
-    state = jax.device_get(list(normalized_loop(n_steps=2))[-1].state)
-    average = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.opt_state.average)
-    old = state.opt_state._replace(statistics=(), average=average)
-    ff.checkpoints.save(tmp_path, state.replace(opt_state=old))
-    loop = normalized_loop(CheckpointFileReader(tmp_path, Normalized()))
-    found = loop.state
-    jax.tree.map(np.testing.assert_array_equal, found.opt_state.average, average)
-    own = {"batch_stats": state.model_state["batch_stats"]}
-    jax.tree.map(np.testing.assert_array_equal, found.opt_state.statistics, {"model_state": own})
-    assert {x.dtype for x in jax.tree.leaves(found.opt_state.average)} == {np.dtype("f4")}
-    assert list(loop)[-1].step == 6
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
