@@ -105,6 +105,22 @@ def views(params, x):
     return x @ params["a"], *(params["b"][jnp.arange(n) % 6] for n in sorted(sizes))
 
 
+def neighbors(params, x):
+    return (x + x[jnp.arange(len(x)) // 2]) @ params["a"]
+
+
+def messages(params, x):
+    """Each row receives a part of the sum over its group, here all rows."""
+    group = jnp.zeros(len(x), int)
+    return (x + 0.1 * jax.ops.segment_sum(x, group, 1)[group]) @ params["a"]
+
+
+def hits(v, x):
+    """A running count of how often each code is nearest, as a codebook keeps it."""
+    codes = jax.nn.one_hot((x @ v["params"]["a"]).argmax(-1), 4)
+    return {"stats": {"usage": 0.9 * v["stats"]["usage"] + codes.sum(0)}}
+
+
 def paired(z, *prototypes):
     """Each first half against all second halves, as SimCLR's loss; with weights."""
     a, b = jnp.split(z, 2)
@@ -225,6 +241,7 @@ NO_PARTS, SCALAR = no_parts(), no_parts("it is a scalar")
 NO_AXIS = "Cannot use the axis .replica. in the model, the loss or a metric with virtual"
 SAY_SO = "depends on the other examples .* across='batch'"
 LONELY = {"rest": SAY_SO, "accumulate": SAY_SO, "devices": SAY_SO}
+MIXED = "mixes examples of a batch"
 SUM = "the penalty that the model adds .* a mean over"
 WHOLE, UNPADDED = {"across": "batch"}, {"pad": False}
 TO_BATCH = {"refused": {"virtual": "=.: .* such a loss cannot be computed"}, "options": WHOLE}
@@ -240,6 +257,7 @@ ONES, MASKED, WEIGHED = lambda d: 1.0, attrgetter("step_mask"), attrgetter("step
 IGNORING, CE = crossentropy(ignore_label=-100), "crossentropy"
 LOW = (3e-2, 1e-5, 3e-2)
 Rows, Scalar = like(ce_rows), like(ce_rows, refused=SCALAR)
+Mixing = like(refused={"accumulate": MIXED, "devices": MIXED}, measured=MIXED)
 Penal = like(
     ce_rows,
     refused=no_parts("its penalty is one number"),
@@ -365,6 +383,20 @@ KINDS = {
         state={"stats": {"sum": np.zeros(6, "f4")}},
         refused={"accumulate": "accumulate=.*'stats/sum'.*accumulate=1"},
     ),
+    "rows read by index": Mixing(CE, lambda p, d: ce(neighbors(p, d.x), d.labels), model=neighbors),
+    "message passing": Mixing(CE, lambda p, d: ce(messages(p, d.x), d.labels), model=messages),
+    "counted rows": Rows(
+        CE,
+        updates=lambda v, x: {"stats": {"rows": v["stats"]["rows"] + len(x)}},
+        state={"stats": {"rows": np.int32(0)}},
+        refused={"devices": "'stats/rows'"},  # Parts in sequence count all rows.
+    ),
+    "codebook": Rows(
+        CE,
+        updates=hits,
+        state={"stats": {"usage": np.zeros(4, "f4")}},
+        refused={"accumulate": "'stats/usage'", "devices": "'stats/usage'"},
+    ),
     "options": Kind(CE, weights="w", options=SEVERAL),
     "bfloat16": Kind(CE, options={"precision": "bfloat16"}, tolerance=LOW),
     "line search": Rows(
@@ -407,8 +439,8 @@ def data_of(kind, size, *names):
 
 
 def is_applied(kind):
-    """Whether all outputs of the model are by example."""
-    return kind.model not in (towers, views)
+    """Whether the outputs of an example are the same in any batch."""
+    return kind.model not in (towers, views, neighbors, messages)
 
 
 @functools.cache

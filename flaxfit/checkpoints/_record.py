@@ -42,7 +42,7 @@ def read_record(path: Path) -> Record:
             "versions": {},
             "environment": {},
             "monitor": None | {"name": str(), "mode": "min" | "max"},
-            "running": _,
+            "running": None | {},
             "n_completed_steps": int(),
             "n_examples": int(),
             "sums": None | {},

@@ -185,7 +185,7 @@ class IterableStream:
 
     def _check(self, saved: Json) -> None:
         """Compares the saved description of the data with the current one, if both are known."""
-        if saved is not None:  # Older versions saved none.
+        if saved is not None:
             is_known = _FIRST in self._description and _FIRST in saved
             check_description(saved, self._description, but_for=None if is_known else _FIRST)
 

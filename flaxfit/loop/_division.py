@@ -79,7 +79,8 @@ def examine(
     Raises:
       ValueError: dividing or padding a batch would change a result.
     """
-    n_parts = task.accumulate if isinstance(task, TrainTask) else 1
+    is_trained = isinstance(task, TrainTask)
+    n_parts = task.accumulate if is_trained else 1
     why_not, is_replaced = _why_not_pad(task, result), _replaces_targets(task, batch)
     # A loss that combines rows receives the rows of all replicas, unless replicas or parts run one
     # after the other (`is_sequential`), or there is a loss for each output.
@@ -87,18 +88,15 @@ def examine(
     may_gather = not (is_sequential or isinstance(task.loss, LossByOutput))
     with_losses = is_replaced or task.across is None and (task.pad or not may_gather)
     run, is_noisy = pass_of(task, with_losses=with_losses), has_statistics(task, state)
-    evaluation = None
-    if isinstance(task, TrainTask):
-        evaluation = pass_of(task, with_losses=with_losses, evaluates=True)
+    evaluation = pass_of(task, with_losses=with_losses, evaluates=True) if is_trained else None
     adds_penalty = result.penalty is not None and result.sown is None
-    gathers = may_gather and (task.across is not None or not task.pad or adds_penalty)
-    gathers = gathers or result.values is not None and not result.values.ndim
-    by_example = getattr(task, "example_grads_hook", None) is not None
+    is_scalar = result.values is not None and not result.values.ndim
+    is_whole = task.across is not None or not task.pad or adds_penalty
     division = Division(
         *(strategy, run, n_parts, is_noisy, _values_of(task), evaluation),
-        by_example=by_example,
-        is_trained=isinstance(task, TrainTask),
-        averages=MODEL if gathers and task.objective is None else "",
+        by_example=getattr(task, "example_grads_hook", None) is not None,
+        is_trained=is_trained,
+        averages=MODEL if task.objective is None and (is_scalar or may_gather and is_whole) else "",
         has_sums=bool(own_metrics(task)) and not isinstance(batch.weights, Mapping),
         may_pad=may_pad,
     )
@@ -267,7 +265,7 @@ class Division(NamedTuple):
     evaluation: Function | None = None
     """The pass of a training task in evaluation mode, where its rows may be deterministic."""
     averages: str = ""
-    """The start of owners whose arrays without rows are averaged; see `try_halves`."""
+    """A prefix of owners whose arrays without rows are averaged; see `try_halves`."""
     may_pad: bool = False
     """Whether batches may be padded."""
     has_sums: bool = False
@@ -405,7 +403,7 @@ class Division(NamedTuple):
                 try:
                     first = moved(with_tangents(function)) if is_differentiated else plain
                     found = first(state, batch, states, seed)
-                except Exception:  # A `jax.custom_vjp` has no tangents.
+                except Exception:  # A `jax.custom_vjp` or a callback has no tangents.
                     first, found = plain, plain(state, batch, states, seed)
                 chosen = first
                 return found
@@ -453,7 +451,8 @@ class Division(NamedTuple):
         """Compares the pass over a batch with those over its halves, for a perturbed state."""
         axis = self.strategy.axis_name
         # The module reduces over replicas itself: only halves that see each other can agree.
-        is_joint = proof.names_axis and axis is not None and self.n_parts == 1
+        is_mapped = axis is not None and self.n_parts == 1 and not self.by_example
+        is_joint = proof.names_axis and is_mapped
         found = map(self._relevant, self._differences(programs, state, batch, proof))
         changed = next(found) if is_joint else next(filter(any, found), Difference())
         mixed = changed.rows
@@ -461,7 +460,7 @@ class Division(NamedTuple):
         halves = functools.partial(strictly, batch, is_noisy=self.is_noisy, draws=proof.draws)
         # The library's losses reduce over replicas only under a mapped axis, which the trial of
         # single halves lacks: map the halves together. Random rows cannot be compared.
-        may_be_joint = any(changed) and self.n_parts == 1 and not proof.draws
+        may_be_joint = any(changed) and is_mapped and not proof.draws
         if is_joint or may_be_joint and reduces_over(axis, self.run, state[0], batch, states):
             joint = halves(together=programs.together)
             changed = joint if is_joint or not any(joint) else changed
@@ -530,8 +529,9 @@ class Division(NamedTuple):
 
     def check(self, changed: Difference, *, pad: bool = True) -> None:
         """Raises a ValueError if the division has `changed` results; `pad` is that of the task."""
-        # Virtual replicas allow no axis.
-        axis = None if self.strategy.virtual_replicas else self.strategy.axis_name
+        # Virtual replicas allow no axis, and single examples see no others.
+        is_alone = self.strategy.virtual_replicas or self.by_example
+        axis = None if is_alone else self.strategy.axis_name
         why = about_change(changed, self.text, self.n_parts, axis, pad=pad)
         if self.text and why:
             raise ValueError(why)

@@ -57,8 +57,8 @@ def about_rows(owner: str, text: str, *, pad: bool) -> str:
         return (
             f"Cannot compute this objective {where}: the value of an example depends on the other "
             "examples of the batch, or on the batch size. Return one value per example that "
-            "depends on that example alone. Or compute whole batches: pad=False, one device or "
-            "strategy=Sharded(), without accumulate and virtual_replicas. With pad=False an "
+            "depends on that example alone. Or compute whole batches: pad=False on one device or "
+            "with strategy=Sharded(), without accumulate and virtual_replicas. With pad=False an "
             "objective may also gather the rows of all devices itself: "
             "jax.lax.all_gather(x, 'replica', tiled=True)."
         )
@@ -69,26 +69,35 @@ def about_rows(owner: str, text: str, *, pad: bool) -> str:
             "parts of a batch do not add up to its sums over the batch, or count examples of "
             "weight 0. Return sums over the examples, each times its weight."
         )
-    if not pad and owner.startswith("The metric"):
-        return (
-            f"Cannot measure {owner.removeprefix('The metric ')} with {text}: the value of an "
-            "example depends on the other examples of the batch, but each part is measured "
-            "separately. Use one device, or strategy=Sharded(), without accumulate and "
-            "virtual_replicas."
-        )
-    if not pad:
+    if not pad and not owner.startswith("The metric"):
         return (
             f"{owner} cannot be computed with {text}: the value of an example depends on the other "
             "examples of the batch, so the mean over the parts is not the loss of the batch. "
-            "Return one value per example that depends on that example alone, or set "
-            "across='batch' in the task, which computes the loss from the outputs of all parts."
+            "Return one value per example that depends on that example alone, or "
+            f"{_whole(owner, text)}."
         )
-    otherwise = "" if text else ", or pad=False"
     return (
         f"{owner} gives each example a value that depends on the other examples of its batch, or "
-        "on the batch size. Padding, and batches of another size, would change it. If it is meant "
-        f"to compare examples of a batch, set across='batch' in the task{otherwise}."
+        "on the batch size, so dividing or padding the batch would change it. If it is meant to "
+        f"compare examples of a batch, {_whole(owner, text)}."
     )
+
+
+def _whole(owner: str, text: str) -> str:
+    """Returns how to compute a loss or metric from whole batches."""
+    by_batch, undivided = (
+        "set across='batch' in the task",
+        "on one device or with strategy=Sharded()",
+    )
+    if text and owner.startswith("The metric"):
+        return f"set pad=False in the task, {undivided}, without accumulate and virtual_replicas"
+    if text == "example_grads_hook":
+        return f"use {_instead(text, 1)}"
+    if text and " of output " in owner:
+        return f"{by_batch}, {undivided}"
+    if text.startswith("virtual_replicas"):
+        return f"{by_batch}, without virtual_replicas"
+    return by_batch if text.startswith("accumulate") else f"{by_batch}, or pad=False"
 
 
 def about_size(n: int, error: Exception, text: str, n_parts: int) -> str:

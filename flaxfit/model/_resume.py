@@ -38,8 +38,8 @@ def finish(
 class RunFolder(CheckpointFileReader):
     """Reads the newest checkpoint of a folder, and checks that it belongs to this call of `fit`.
 
-    A checkpoint that does not record where its call began (of a loop or an older version) counts as
-    one of a call that began at step 0.
+    A checkpoint that does not record where its call began (of a loop) counts as one of a call that
+    began at step 0.
     """
 
     def __init__(

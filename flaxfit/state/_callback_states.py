@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -14,7 +14,6 @@ from flaxfit.tree import Function, Json, PyTree, owner_of
 _FIELDS = frozenset(field.name for field in dataclasses.fields(TrainState))
 _SHOWS_ONLY = re.compile(r"ProgressBar(-\d+)?")
 """Names of callbacks whose state does not affect a run."""
-_OLD_NAME = re.compile(r"(\d+)-(\w+)")
 
 
 def collect(callbacks: Iterable[Function]) -> tuple[dict[str, Json], dict[str, PyTree]]:
@@ -41,7 +40,7 @@ def put_back(
 
     Displays are not listed: they may be added or removed.
     """
-    found, states = _named(callbacks), _renamed(states)
+    found = _named(callbacks)
     for name, each in found.items():
         if name in states:
             kept = arrays.get(name)
@@ -77,21 +76,7 @@ def _named(callbacks: Iterable[Function]) -> dict[str, PyTree]:
         if remembers and not any(owner is each for each in same):
             same.append(owner)
     return {
-        _name(kind, i): each for kind, same in found.items() for i, each in enumerate(same, start=1)
+        kind if i == 1 else f"{kind}-{i}": each
+        for kind, same in found.items()
+        for i, each in enumerate(same, start=1)
     }
-
-
-def _name(kind: str, i: int) -> str:
-    return kind if i == 1 else f"{kind}-{i}"
-
-
-def _renamed(states: Mapping[str, Json]) -> dict[str, Json]:
-    """Renames the states of old files, which were named by position ("3-Timer")."""
-    old = [(int(m[1]), m[2], name) for name in states if (m := _OLD_NAME.fullmatch(name))]
-    left_out = {name for *_, name in old} | {"stopped"}  # An entry of old files, not a callback.
-    renamed = {name: state for name, state in states.items() if name not in left_out}
-    counts: Counter[str] = Counter()
-    for _, kind, name in sorted(old):
-        counts[kind] += 1
-        renamed[_name(kind, counts[kind])] = states[name]
-    return renamed

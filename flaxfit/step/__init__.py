@@ -11,7 +11,6 @@ from flaxfit.step._metric_totals import compute
 from flaxfit.step._model_call import apply_model
 from flaxfit.step._multi_task import MultiTask
 from flaxfit.step._passes import (
-    MODEL,
     OBJECTIVE,
     SUMS,
     Proof,
@@ -30,6 +29,7 @@ from flaxfit.step._random import rngs_of, step_key
 from flaxfit.step._scan import make_step, make_update
 from flaxfit.step._train_step import make_train_step, more_sums
 from flaxfit.step._trial import (
+    MODEL,
     Difference,
     Pass,
     some_rows,

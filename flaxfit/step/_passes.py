@@ -19,11 +19,11 @@ from flaxfit.step._forward import forward, forward_eval
 from flaxfit.step._jaxpr import computes_in_16_bits, equations, holds, names_axis
 from flaxfit.step._model_call import with_updates
 from flaxfit.step._row_independence import FREE, Kind, OtherProgram, kinds_of_results
-from flaxfit.step._trial import CLOSE, COARSE, N_ROWS, Pass
+from flaxfit.step._trial import CLOSE, COARSE, MODEL, N_ROWS, Pass
 from flaxfit.task import EvalTask, TrainTask, in_float32
-from flaxfit.tree import Array, Function, PyTree, flat, shapes_of, unbound_axis
+from flaxfit.tree import Array, Function, PyTree, path_of, shapes_of, unbound_axis
 
-MODEL, OBJECTIVE, SUMS = "The model", "The objective", "The metric {!r}, whose sums"
+OBJECTIVE, SUMS = "The objective", "The metric {!r}, whose sums"
 _DRAWS = "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"
 STATISTICS = "batch_stats"
 """The collection of BatchNorm's running statistics, which depend on the division."""
@@ -79,9 +79,13 @@ def pass_of(
 
 def by_output(outputs: tuple[PyTree, ...]) -> dict[str, PyTree]:
     """Returns the outputs of a model by owner, which names one of several."""
-    named = flat(outputs[0] if len(outputs) == 1 else outputs)
-    where = [f" in its output {path!r}" for path in named] if len(named) > 1 else [""]
-    return dict(zip([MODEL + each for each in where], named.values(), strict=True))
+    leaves = jax.tree.leaves_with_path(outputs[0] if len(outputs) == 1 else outputs)
+    if len(leaves) < 2:
+        return {MODEL: outputs}
+    named: dict[str, list[Array]] = {}
+    for path, leaf in leaves:  # Keys with "/" may give two leaves one path.
+        named.setdefault(f"{MODEL} in its output {path_of(path)!r}", []).append(leaf)
+    return named
 
 
 def with_tangents(run: Function) -> Function:

@@ -26,6 +26,8 @@ _NOISE = 1e-6
 _ALIKE = 0.3
 """The tolerance between magnitudes of random results; a sum over half the examples halves."""
 _N_SEEDS = 32
+MODEL = "The model"
+"""The owner of all outputs, and the start of the owner of one of several."""
 _MOST_PARTS = 32
 """The number of parts that are compared, evenly distributed over the batch."""
 
@@ -74,8 +76,8 @@ def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -
         half = _read(run(state, _picked(batch, slice(n // 2)), 0))
     except Exception:  # The model accepts no other number of rows.
         half = Pass(dict.fromkeys(whole.rows))
-    if owner := _absent(whole, half):
-        return owner
+    if half.rows.keys() != whole.rows.keys():  # A model may return a list of rows.
+        return MODEL
     places = np.arange(n)
     for is_other in (places < n // 2, places >= n // 2, places % 2 == 0):
         found = _read(run(state, with_other_rows(batch, is_other), 0))
@@ -119,6 +121,8 @@ def try_parts(
             part = _read(run(state, _picked(batch, place), 0))
         except Exception:  # One device may not hold a whole batch, or a model take such a part.
             return ""
+        if part.rows.keys() != whole.rows.keys():
+            return MODEL
         for owner, rows in _in_order(whole):
             for a, b in zip(_arrays(rows), _arrays(part.rows[owner]), strict=True):
                 is_by_row = (a.shape[:1], b.shape[:1]) == ((n_all,), (n,))
@@ -159,7 +163,7 @@ def try_halves(
       before: the model state before the pass: changes of large numbers are compared, not values.
       compute: `(owner, sums) -> value`, since different sums may stand for one value.
       close: the tolerance between programs for different batch sizes.
-      averages: the start of owners whose arrays without rows are averaged over replicas.
+      averages: a prefix of owners whose arrays without rows are averaged over replicas.
       is_noisy: whether state and penalty may depend on batch statistics.
       draws: whether random numbers are drawn, perhaps from a fixed key: rows of the second half
         may then differ.
@@ -198,8 +202,8 @@ def try_halves(
             all_rows=True,
         )
     whole, one, two = wholes[0], ones[0], twos[0]
-    if owner := _absent(whole, one):
-        return Difference(rows=owner)
+    if one.rows.keys() != whole.rows.keys():
+        return Difference(rows=MODEL)
     # Results that differ between seeds are random: rows cannot be compared then, only statistics.
     is_random = any(
         _differ(a, b, _SAME)
@@ -330,11 +334,6 @@ def try_weights(
     if owner or not is_divided:
         return owner
     return _not_added(sums(whole, n + 1), first, sums(slice(n, 2 * n), 1), compute, close)
-
-
-def _absent(whole: Pass, part: Pass) -> str:
-    """Returns an owner that a smaller batch lacks, or "": a model may return a list of rows."""
-    return max(whole.rows.keys() - part.rows.keys(), default="")
 
 
 def _in_order(found: Pass) -> list[tuple[str, PyTree]]:

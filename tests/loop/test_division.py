@@ -75,19 +75,36 @@ def test_a_model_that_combines_rows_is_not_divided(name, strategy):
 
 
 @pytest.mark.parametrize(
-    ("function", "name", "rows"),
+    ("function", "where", "rows"),
     [
-        (lambda x: {"own": x, "centred": x - x.mean(0)}, "'centred'", lambda o: o["own"]),
-        slow(lambda x: [*x], "'[0-9]+'", jnp.stack),
+        (lambda x: {"a": x, "b": x - x.mean(0)}, " in its output 'b'", lambda o: o["a"]),
+        slow(
+            lambda x: {"a/b": x, "a": {"b": x - x.mean(0)}},
+            " in its output 'a/b'",
+            lambda o: o["a/b"],
+        ),
+        slow(lambda x: [*x], "", jnp.stack),
+        slow(lambda x: [x] if len(x) < 15 else [x, x], "", lambda o: o[0]),
     ],
 )
-def test_the_output_that_mixes_rows_is_named(function, name, rows):
+def test_the_output_that_mixes_rows_is_named(function, where, rows):
     def loss(outputs, targets):
         return jnp.square(rows(outputs) - targets).mean(-1)
 
     model = model_of(lambda w, x, _: function(x @ w), FOUR["shard_map"](), loss)
-    with pytest.raises(ValueError, match=rf"batch in its output {name}, .*psum\(x, 'replica'\)"):
+    with pytest.raises(ValueError, match=rf"of a batch{where}, .*psum\(x, 'replica'\)"):
         model.fit(X, Y, 20, verbose=0)
+
+
+def test_a_model_without_outputs_is_divided():
+    def penalized(w, x, _):
+        return {}, {"losses": {"size": jnp.square(x @ w).mean()}}
+
+    one, four = (
+        model_of(penalized, strategy, None).fit(X, batch_size=20, verbose=0).history["loss"]
+        for strategy in (ff.DataParallel(ONE), FOUR["shard_map"]())
+    )
+    assert four == pytest.approx(one, rel=1e-6)
 
 
 def test_a_loss_that_compares_rows_may_be_computed_without_padding():
@@ -712,9 +729,14 @@ def test_a_constant_of_the_state_is_no_counter():
 
 @pytest.mark.slow
 def test_examples_whose_gradients_are_taken_alone_must_not_be_mixed():
+    def joint(w, x, _):
+        return (x - jax.lax.pmean(x.mean(0), "replica")) @ w
+
     options = {"example_grads_hook": lambda grads: grads, "strategy": ff.DataParallel(ONE)}
-    with pytest.raises(ValueError, match=r"model mixes examples of a batch.*Use grads_hook"):
-        model_of(COMBINING["first row"], **options).fit(X, Y, 20, verbose=0)
+    over_four = options | {"strategy": FOUR["shard_map"]()}
+    for model in (model_of(COMBINING["first row"], **options), model_of(joint, **over_four)):
+        with pytest.raises(ValueError, match=r"mixes examples .* whole batch. BatchNorm"):
+            model.fit(X, Y, 20, verbose=0)
     found = model_of(lambda w, x, _: x @ w, **options).fit(X, Y, 20, verbose=0)
     assert found["loss"][0] == pytest.approx(((X @ W - Y) ** 2).mean(), rel=1e-5)
 

@@ -185,17 +185,6 @@ def test_states_are_found_by_type_and_what_finds_none_is_said(tmp_path, capsys):
     assert "no callback takes the saved state of EarlyStopping" in capsys.readouterr().err
 
 
-def test_names_of_old_files_are_understood():
-    from flaxfit.state import _callback_states
-
-    one, other = ff.History(), ff.History()
-    states = [ff.History().get_state() | {"n_steps": n} for n in (1, 2)]
-    told = _callback_states.put_back(
-        [one.append, other.append], {"11-History": states[1], "2-History": states[0]}, {}
-    )
-    assert (one.n_steps, other.n_steps, told) == (1, 2, [])
-
-
 def test_a_state_that_is_not_finite_is_no_start_to_go_back_to():
     task = ff.TrainTask(nn.Dense(1).apply, optax.sgd(0.1), "mse", (X, Y))
     state = ff.init_state(nn.Dense(1).init, task.optimizer, 0, (X,))

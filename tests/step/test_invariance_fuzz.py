@@ -10,6 +10,8 @@ import pytest
 from marks import thorough
 
 SCRIPT = """
+import tempfile
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -33,11 +35,18 @@ weights = {weights}
 
 
 def run(strategy, **options):
-    options |= dict({options})
-    model = ff.Model(Net(nnx.Rngs(0)), {optimizer}, loss, {metrics}, strategy=strategy, **options)
+    def made():
+        net, own = Net(nnx.Rngs(0)), options | dict({options})
+        return ff.Model(net, {optimizer}, {given}, {metrics}, strategy=strategy, **own)
+
+    model, losses = made(), []
     data = {{"batch_size": batch_size, "verbose": 0}}
-    losses = []
-    for epochs in {calls}:
+    for i, epochs in enumerate({calls}):
+        if i and {resumes}:
+            with tempfile.TemporaryDirectory() as folder:
+                model.save(folder)
+                model = made()
+                model.load(folder)
         history = model.fit(x, y, sample_weight=weights, epochs=epochs, **data)
         losses += [v for k in sorted(history) if "rate" not in k for v in history[k][-1:]]
     measured = model.evaluate(x, y, sample_weight=weights, **data)
@@ -96,6 +105,12 @@ LOSSES = {  # By its text: the targets, and whether values depend on other rows.
     ),
     "def loss(o, t):\n    return ((o - o.mean(0) / 2 - t) ** 2).mean(-1)": (VALUES, True),
 }
+OBJECTIVE = """
+
+
+def objective(apply, batch, rngs):
+    (x,), (t,) = batch.inputs, batch.targets
+    return loss(apply(x), t)"""
 BY_OUTPUT = 'loss = {"a": "crossentropy", "b": lambda o, t: ((o - t) ** 2).mean(-1)}'
 STRATEGIES = {
     "ff.DataParallel(jax.devices()[:4])": True,
@@ -121,8 +136,10 @@ def program(seed):
         targets = f'{{"a": {LABELS}, "b": {VALUES}}}'
         metrics = 'dict(a=["accuracy"])'
     strategy = draw.choice([*STRATEGIES])
-    accumulate = draw.choice([1, 1, 2])
-    options = draw.choice(["", "clip_norm=0.5", 'freeze="one/.*"', "ema=0.9"])
+    accumulate = draw.choice([1, 1, 2, 4])
+    options, given = draw.choice(["", "clip_norm=0.5, ", 'freeze="one/.*", ', "ema=0.9, "]), "loss"
+    if loss.startswith("def") and metrics == "None" and draw.random() < 0.5:
+        loss, given, options = loss + OBJECTIVE, "None", f"{options}objective=objective"
     script = SCRIPT.format(
         seed=seed,
         n=draw.choice([32, 37, 24]),
@@ -134,7 +151,9 @@ def program(seed):
         optimizer=draw.choice(["optax.sgd(0.05)", "optax.adam(0.01)"]),
         metrics=metrics,
         options=options,
+        given=given,
         calls=draw.choice([[1], [1, 2]]),
+        resumes=draw.random() < 0.5,
     )
     return script, strategy, accumulate, is_mixing or compares
 
