@@ -38,8 +38,8 @@ def about_change(
     if changed.shared:
         return (
             f"Cannot divide a batch, with {text}: {changed.shared[0].lower()}{changed.shared[1:]} "
-            "returns one value for a batch that is not the mean over the parts, which the loss "
-            f"would receive. Return one value per example, or use {advice}."
+            "returns one value for the whole batch, which differs from the mean over the parts "
+            f"that the loss would receive. Return one value per example, or use {advice}."
         )
     if changed.penalty:
         return (

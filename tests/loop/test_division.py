@@ -453,7 +453,7 @@ def test_an_output_for_the_whole_batch_has_to_be_the_mean_of_those_of_parts(loss
         model = model_of(lambda w, x, _: ((x @ w, term(w, x)), {}), FOUR["shard_map"](), loss)
         return model.fit(X, Y, 20, verbose=0)
 
-    with pytest.raises(ValueError, match="the model in its output '1' .* not the mean"):
+    with pytest.raises(ValueError, match="the model in its output '1' .* differs from the mean"):
         fit(balance)
     history = fit(lambda w, x: (x @ w).mean())
     found = history["loss"][0] + sum(history.get("penalty", ()))
