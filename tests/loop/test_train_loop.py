@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from loops import Regressor, X, Y, assert_equal, make_loop, make_task
+from loops import Regressor, X, Y, assert_close, assert_equal, make_loop, make_task
 from redex import combinator
 
 import flaxfit as ff
@@ -184,11 +184,7 @@ def test_gradients_are_kept_on_request():
 
     checkpoint = loop.next_step()
     expected = jax.device_get(jax.jit(jax.grad(loss))(params))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        checkpoint.grads,
-        expected,
-    )
+    assert_close(checkpoint.grads, expected, rtol=1e-5, atol=1e-6)
     assert "grad_norm" not in checkpoint.metrics
     with pytest.raises(ValueError, match="keep_grads=True"):
         _ = make_loop().next_step().grads

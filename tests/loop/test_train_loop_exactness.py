@@ -8,7 +8,17 @@ import numpy as np
 import optax
 import pytest
 from internals import programs_of
-from loops import OPTIMIZER, Normalized, Regressor, X, Y, given, make_loop, some_devices
+from loops import (
+    OPTIMIZER,
+    Normalized,
+    Regressor,
+    X,
+    Y,
+    assert_close,
+    given,
+    make_loop,
+    some_devices,
+)
 from marks import slow, thorough
 
 import flaxfit as ff
@@ -59,11 +69,7 @@ def test_training_equals_a_hand_written_optax_loop(module, n_devices):
         variables, opt_state, value = update(variables, opt_state, step, x, y)
         assert checkpoint.loss == pytest.approx(float(value), rel=1e-5)
     ours = checkpoints[-1].state.variables
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6),
-        ours,
-        {name: variables[name] for name in ours},
-    )
+    assert_close(ours, {name: variables[name] for name in ours}, rtol=2e-4, atol=2e-6)
 
 
 def test_one_and_four_devices_agree():
@@ -73,11 +79,7 @@ def test_one_and_four_devices_agree():
 
     one, four = train(1), train(4)
     assert one.loss == pytest.approx(four.loss, rel=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        one.state.params,
-        four.state.params,
-    )
+    assert_close(one.state.params, four.state.params, rtol=1e-4, atol=1e-6)
 
 
 def test_every_replica_holds_the_same_state():

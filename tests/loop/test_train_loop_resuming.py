@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from internals import programs_of
-from loops import OPTIMIZER, Normalized, Regressor, X, Y, assert_equal, make_loop
+from loops import OPTIMIZER, Normalized, Regressor, X, Y, assert_close, assert_equal, make_loop
 from marks import thorough
 
 import flaxfit as ff
@@ -61,11 +61,7 @@ def test_several_steps_in_one_dispatch_over_several_devices():
     options = {"n_steps": 9, "n_steps_per_checkpoint": 4, "devices": jax.devices()}
     *_, one = make_loop(**options)
     *_, many = make_loop(steps_per_call=4, **options)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
-        one.state.params,
-        many.state.params,
-    )
+    assert_close(one.state.params, many.state.params, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from internals import programs_of
-from loops import given, init_of
+from loops import assert_close, given, init_of
 from marks import thorough
 
 import flaxfit as ff
@@ -66,11 +66,7 @@ def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
     schedule = optax.adam(lambda count: 0.01 / (count + 1))
     expected = make_loop(schedule, n_devices)
     list(expected)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5),
-        loop.state.params,
-        expected.state.params,
-    )
+    assert_close(loop.state.params, expected.state.params, rtol=2e-5)
 
 
 @pytest.mark.slow
@@ -155,11 +151,7 @@ def test_the_rate_of_a_plain_optimizer_is_set_as_that_of_an_optimizer_def(option
         states = changed.state, next(loop).state
         return [(state.params, state.opt_state) for state in states]
 
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
-        train(optax.adam(0.01)),
-        train(adam(0.01)),
-    )
+    assert_close(train(optax.adam(0.01)), train(adam(0.01)), rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import assert_close
 from marks import thorough
 from scipy.special import log_softmax
 
@@ -102,7 +103,7 @@ def test_each_replica_compares_its_own_rows_with_all_in_value_and_gradient():
         jax.jit(jax.value_and_grad(total(loss), argnums=(0, 1), has_aux=True))(FIRST, SECOND)
         for loss in (losses.info_nce, divided(losses.info_nce))
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), whole, parts)
+    assert_close(whole, parts, rtol=1e-5, atol=1e-6)
 
 
 def test_a_replica_computes_no_rows_of_others():

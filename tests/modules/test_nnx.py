@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core.scope import DenyList
+from loops import assert_close
 
 from flaxfit.modules import from_nnx, update_nnx
 
@@ -66,9 +67,7 @@ def test_init_of_a_factory_draws_the_weights_that_nnx_draws_of_the_same_key():
         from_nnx(Net(nnx.Rngs(key, dropout=dropout))).init(None),
     )
     assert shapes(jax.eval_shape(init, key, X)) == shapes(expected)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jax.jit(init)(key, X), expected
-    )
+    assert_close(jax.jit(init)(key, X), expected, atol=1e-6)
 
 
 def test_evaluation_computes_what_the_module_in_eval_mode_computes():
@@ -91,9 +90,7 @@ def test_batch_statistics_move_in_training_as_they_do_in_the_module_itself():
     net(X)
     moved = from_nnx(net).init(None)["batch_stats"]
     assert updates.keys() == {"batch_stats"}
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates["batch_stats"], moved
-    )
+    assert_close(updates["batch_stats"], moved, rtol=1e-5)
     assert np.abs(moved["norm"]["mean"] - variables["batch_stats"]["norm"]["mean"]).max() > 1e-3
 
 
@@ -318,7 +315,7 @@ def test_training_under_pmap_is_training_of_the_same_replicas_one_by_one():
     for i in range(4):
         expected = one(variables["params"], X.reshape(4, 2, 4)[i], keys[i])
         mine = jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], parallel)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), mine, expected)
+        assert_close(mine, expected, atol=1e-5)
     masks = np.asarray(parallel[0]["out"]["kernel"])
     assert not np.array_equal(masks[0], masks[1])
 

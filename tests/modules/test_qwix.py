@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from loops import assert_close
 from marks import thorough
 
 import flaxfit as ff
@@ -79,6 +80,6 @@ def test_adapters_are_trained_as_in_a_plain_loop(strategy, kind):
     )
     model.fit(X, Y, batch_size=32, epochs=3, verbose=0)
     trained = nnx.to_pure_dict(nnx.state(net, nnx.LoRAParam))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), trained, expected)
+    assert_close(trained, expected, atol=1e-5)
     after = nnx.to_pure_dict(nnx.state(net, nnx.Not(nnx.Any(nnx.LoRAParam, nnx.RngState))))
     jax.tree.map(np.testing.assert_array_equal, before, after)

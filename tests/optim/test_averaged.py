@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from loops import waves
+from loops import assert_close, waves
 from marks import thorough, usual
 
 import flaxfit as ff
@@ -77,7 +77,7 @@ def check(model, tmp_path):
     np.testing.assert_allclose(model.predict(X), predicted, rtol=1e-4, atol=1e-6)
     model.save_weights(tmp_path / "w.safetensors")
     saved = ff.checkpoints.load_weights(tmp_path / "w.safetensors")["params"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), saved, expected)
+    assert_close(saved, expected, rtol=1e-5)
 
 
 @pytest.mark.slow

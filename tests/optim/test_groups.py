@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.traverse_util import ModelParamTraversal
+from loops import assert_close
 
 from flaxfit import TrainState
 from flaxfit.optim import MultiOptimizer, OptimizerDef, hyperparams
@@ -54,9 +55,7 @@ def test_each_group_goes_by_its_own_optimizer_and_the_rest_stays():
         "encoder": on_part(SGD, "encoder", 3),
         "head": on_part(ADAM, "head", 3),
     }
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), optimizer.target, expected
-    )
+    assert_close(optimizer.target, expected, rtol=1e-6)
     np.testing.assert_array_equal(optimizer.target["scale"], PARAMS["scale"])
 
 
@@ -75,9 +74,7 @@ def test_a_focus_updates_what_its_filter_chooses_and_keeps_moments_of_nothing_el
     optimizer = decaying.create(PARAMS, focus=focus)
     after = jax.jit(lambda o, g: o.apply_gradient(g))(optimizer, GRADS)
     for name, value in {**PARAMS, "head": on_part(decaying, "head", 1)}.items():
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), after.target[name], value
-        )
+        assert_close(after.target[name], value, rtol=1e-6)
     kept = {leaf.shape for leaf in jax.tree.leaves(after.state) if leaf.ndim}
     assert kept == {(2, 1), (1,)}
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from loops import assert_close
 from marks import usual
 
 import flaxfit as ff
@@ -68,7 +69,7 @@ def test_a_rate_that_is_set_moves_parameters_as_one_that_was_given(name):
         expected = moved(other, other.init(PARAMS))
         found = moved(LiveRate(optimizer), state)
     # Updates are multiplied by the quotient of both rates, which rounds.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-6, 1e-6), found, expected)
+    assert_close(found, expected, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from loops import init_of
+from loops import assert_close, init_of
 from marks import thorough
 from sklearn.datasets import load_digits
 
@@ -56,11 +56,7 @@ def test_a_loop_trains_the_groups_as_one_device_by_hand_does(n_devices):
         optimizer = step(optimizer, x, y)
     checkpoint = [*loop.run_until(4)][-1]
     trained = checkpoint.model_params
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        trained,
-        optimizer.target,
-    )
+    assert_close(trained, optimizer.target, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(trained["layers_0"]["bias"], start.params["layers_0"]["bias"])
     rates = hyperparams(checkpoint.optimizer_state)
     np.testing.assert_allclose(rates["layers_0/kernel"]["learning_rate"], 0.2 * (1 - 3 / 20))

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from loops import waves
+from loops import assert_close, waves
 
 import flaxfit as ff
 
@@ -63,11 +63,7 @@ def make_gan(data=None, **options):
 
 
 def close(one, other):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6),
-        one.params,
-        other.params,
-    )
+    assert_close(one.params, other.params, rtol=2e-5, atol=1e-6)
 
 
 class Sums:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from loops import init_of
+from loops import assert_close, init_of
 from marks import diagonal, thorough
 
 import flaxfit as ff
@@ -48,10 +48,6 @@ def train(n_steps=4, n_devices=1, batch_size=12, data=None, init=None, norm=Fals
         init or init_of(module, 5), task, 0, n_steps=n_steps, devices=devices, grad_norm=True
     )
     return loop, list(loop)
-
-
-def assert_close(tree, other, **tolerance):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), tree, other)
 
 
 def test_parts_are_as_many_as_divide():

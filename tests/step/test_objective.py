@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from loops import waves
+from loops import assert_close, waves
 from marks import slow, thorough
 from strategies import options_of_loops
 
@@ -106,11 +106,7 @@ def test_it_calls_a_model_of_low_precision_with_inputs_of_its_own(precision):
 def test_preferences_are_trained_as_by_hand_on_every_strategy(strategy, accumulate):
     (checkpoint,) = loop_of(preference, strategy, accumulate=accumulate, **FROZEN)
     params, loss, accuracy = preference_by_hand()
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        dict(checkpoint.state.params),
-        params,
-    )
+    assert_close(dict(checkpoint.state.params), params, rtol=1e-5, atol=1e-6)
     assert checkpoint.loss == pytest.approx(loss, rel=1e-6)
     assert checkpoint.metrics["accuracy"] == pytest.approx(accuracy, rel=1e-6)
 
@@ -288,10 +284,7 @@ def test_one_that_gathers_the_examples_of_all_devices_is_that_of_one(strategy):
     assert len(found) == len(one) == 2
     for mine, theirs in zip(found, one, strict=True):
         assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        *(dict(each[-1].state.params) for each in (found, one)),
-    )
+    assert_close(*(dict(each[-1].state.params) for each in (found, one)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

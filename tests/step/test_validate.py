@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import assert_close
 from marks import slow
 
 import flaxfit as ff
@@ -146,7 +147,7 @@ def test_missing_labels_may_be_nan_where_the_task_says_so(data):
     weights = ~np.isnan(labels)[:, 0]
     found = losses(labels, masked, check_finite=False)
     expected = losses(np.nan_to_num(labels), "mse", weights)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    assert_close(found, expected, rtol=1e-6)
 
 
 def test_weights_are_checked_all_the_same():

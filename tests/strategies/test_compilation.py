@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import assert_close
 from marks import thorough
 
 import flaxfit as ff
@@ -63,7 +64,7 @@ def test_four_bits_train_as_floats_do(strategy, is_param):
         return
     found = result(Quantized("int4", is_param), make())
     expected = result(Quantized("float32", is_param), make())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+    assert_close(found, expected, rtol=1e-5)
 
 
 def test_virtual_replicas_need_a_jax_that_calls_programs_with_them(monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from loops import small_waves
+from loops import assert_close, small_waves
 from marks import thorough
 
 import flaxfit as ff
@@ -39,11 +39,7 @@ def assert_same(found, expected):
         assert one.metrics.keys() == other.metrics.keys()
         for name, value in other.metrics.items():
             np.testing.assert_allclose(one.metrics[name], value, rtol=1e-6, atol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
-        found[-1].state.params,
-        expected[-1].state.params,
-    )
+    assert_close(found[-1].state.params, expected[-1].state.params, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
-from loops import small_waves
+from loops import assert_close, small_waves
 from marks import thorough
 
 import flaxfit as ff
@@ -82,10 +82,10 @@ def test_a_model_and_a_loss_over_the_axis_give_the_numbers_of_one_device(make, e
     close = {"rtol": 2e-5, "atol": 2e-6}
     np.testing.assert_allclose(history["loss"], numbers["loss"], **close)
     np.testing.assert_allclose(history["mean"], numbers["mean"], **close)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, **close),
+    assert_close(
         ff.gather((model.state.params, model.state.model_state)),
         ff.gather((expected.state.params, expected.state.model_state)),
+        **close,
     )
     measured, wanted = (each.evaluate(X, Y, batch_size=32) for each in (model, expected))
     for name, value in wanted.items():

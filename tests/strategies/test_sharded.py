@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax.linen.spmd import with_logical_constraint
+from loops import assert_close
 from marks import usual
 
 import flaxfit as ff
@@ -75,11 +76,7 @@ def trained(name):
 
 
 def close(a, b, atol=1e-5):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol),
-        ff.gather(a),
-        ff.gather(b),
-    )
+    assert_close(ff.gather(a), ff.gather(b), rtol=1e-4, atol=atol)
 
 
 def losses(model):

@@ -102,6 +102,11 @@ def assert_equal(a, b):
         np.testing.assert_array_equal(x, y)
 
 
+def assert_close(a, b, **tolerance):
+    """That two trees of one structure hold nearly the same numbers."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
 def make_weight_loop(callbacks=(), data=None, **options):
     """A loop that trains one weight, by which the inputs are multiplied; it compiles in no time."""
     x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from loops import init_of, waves
+from loops import assert_close, init_of, waves
 from marks import thorough
 
 import flaxfit as ff
@@ -239,11 +239,7 @@ def on_arrays():
 )
 def test_batches_with_weights_by_output_give_what_arrays_give(on_arrays, strategy, options):
     found = trained_on(batches_of(5) * 2, strategy(), **options)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6),
-        found.state.params,
-        on_arrays.state.params,
-    )
+    assert_close(found.state.params, on_arrays.state.params, rtol=2e-4, atol=1e-6)
     assert {n: v for n, v in found.metrics.items() if n.startswith("val_")} == pytest.approx(
         {n: v for n, v in on_arrays.metrics.items() if n.startswith("val_")}, rel=1e-4
     )
