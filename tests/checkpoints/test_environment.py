@@ -55,37 +55,41 @@ def test_a_warm_start_promises_no_bits(tmp_path, tools, capfd):
     assert "bit for bit" not in capfd.readouterr().err
 
 
+def of_now(**parts):
+    """The record of a step that is saved now, with other parts."""
+    return {"versions": versions(), "environment": environment(), "running": None, **parts}
+
+
 @pytest.mark.parametrize("name, value", [("NPROC", "61"), ("XLA_FLAGS", "--xla_some_flag")])
 def test_what_xla_reads_from_the_process_environment_counts(monkeypatch, name, value):
-    record = {"versions": versions(), "environment": environment()}
+    record = of_now()
     assert changes(record) == []
     monkeypatch.setenv(name, value)
     (line,) = changes(record)
     assert line.endswith(f"-> {value}")
 
 
-def test_options_of_jax_count(tmp_path):
-    record = {"versions": versions(), "environment": environment()}
+def test_options_of_jax_count():
+    record = of_now()
     with jax.enable_x64(True):
         assert changes(record) == ["jax_enable_x64 False -> True"]
 
 
 def test_what_does_no_arithmetic_does_not_count():
-    record = {"versions": {"orbax-checkpoint": "0.1"}, "environment": {"of a later version": 1}}
-    assert changes(record) == []
+    versions, environment = {"orbax-checkpoint": "0.1"}, {"of a later version": 1}
+    assert changes(of_now(versions=versions, environment=environment)) == []
 
 
 def test_threads_count_on_the_cpu_only():
     now = environment()
-    record = {"environment": {"cpu threads": 99, "platform": "cpu"}}
+    record = of_now(environment={"cpu threads": 99, "platform": "cpu"})
     assert changes(record) == [f"cpu threads 99 -> {now['cpu threads']}"]
     record["environment"]["platform"] = "tpu"
     assert "platform tpu -> cpu" in changes(record)
 
 
 def test_with_virtual_replicas_the_number_of_devices_does_not_count():
-    other = {"devices": 64, "processes": 8}
-    record = {"versions": versions(), "environment": environment() | other}
+    record = of_now(environment=environment() | {"devices": 64, "processes": 8})
     assert [line.split()[0] for line in changes(record)] == ["devices", "processes"]
     assert changes(record | {"running": {"batch_size": 8, "virtual_replicas": 64}}) == []
 

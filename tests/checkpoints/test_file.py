@@ -1,7 +1,5 @@
 """What is read is what was written, bit for bit, with and without a template."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from checkpoint_files import SMALL, fill, read
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxfit.checkpoints import CheckpointFileWriter, _seal, list_steps, restore, save
+from flaxfit.checkpoints import CheckpointFileWriter, list_steps, restore, save
 
 
 @pytest.mark.parametrize("which", [None, "abstract", "replicated"])
@@ -129,21 +127,6 @@ def test_metrics_that_are_arrays_come_back(tmp_path, tools):
     found = read(tmp_path).metrics
     assert found["loss"] == 0.5
     np.testing.assert_array_equal(found["confusion"], confusion)
-
-
-def test_the_sums_of_older_files_are_read(tmp_path, tools):
-    count = {"n_steps": 2, "totals": [{"float32": [6, 4]}, {"float32": [0.5, 0]}], "metrics": {}}
-    with CheckpointFileWriter(tmp_path) as writer:
-        writer(tools.make_checkpoint(2).replace(running={"batch_size": 4, **count}))
-    path = tmp_path / "2"
-    record = json.loads((path / "record" / "metadata").read_text())
-    for name in ("sums", "n_completed_steps", "n_examples"):
-        del record[name]
-    (path / "record" / "metadata").write_text(json.dumps(record))
-    _seal.write(path)
-    found = read(tmp_path)
-    assert found.n_completed_steps == 2
-    tools.assert_same(found.sums, {"float32": np.float32([[6, 4], [0.5, 0]])})
 
 
 def test_without_a_template_the_optimizer_state_is_plain(tmp_path, tools):
