@@ -7,8 +7,8 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+from checkpoint_files import SMALL
 
-from flaxfit import Checkpoint
 from flaxfit.checkpoints import CheckpointFileWriter, _lock, list_steps, restore, save
 
 PROGRAM = """
@@ -94,29 +94,25 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path):
 
 
 def test_writers_of_one_process_take_turns(tmp_path, tools):
-    state = tools.make_state()
-    first, second = (CheckpointFileWriter(tmp_path, keep=None) for _ in range(2))
+    writers = [CheckpointFileWriter(tmp_path, keep=None) for _ in range(2)]
 
-    def write(writer, steps):
-        for step in steps:
-            writer(Checkpoint(step=step, state=state.replace_step(step), metrics={}))
+    def write(first):
+        for step in range(first, 8, 2):
+            writers[first](tools.make_checkpoint(step))
 
-    threads = [
-        threading.Thread(target=write, args=(first, range(0, 8, 2))),
-        threading.Thread(target=write, args=(second, range(1, 8, 2))),
-    ]
-    for writer in (first, second):
+    threads = [threading.Thread(target=write, args=(first,)) for first in (0, 1)]
+    for writer in writers:
         writer._found = []
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    save(tmp_path, state.replace_step(8))
-    for writer in (first, second):
+    save(tmp_path, tools.make_checkpoint(8))
+    for writer in writers:
         writer.close()
     assert list_steps(tmp_path) == list(range(9))
     for step in range(9):
-        assert int(restore(tmp_path, state, which=step).step) == step
+        assert int(restore(tmp_path, SMALL, which=step).step) == step
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(step) for step in range(9)]
 
 

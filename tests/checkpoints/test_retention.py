@@ -8,14 +8,17 @@ from checkpoint_files import read
 from flaxfit.checkpoints import CheckpointFileWriter, best, latest, list_steps, save
 
 
+def save_losses(folder, tools, losses, first=1, **options):
+    with CheckpointFileWriter(folder, **options) as writer:
+        for step, loss in enumerate(losses, start=first):
+            writer(tools.make_checkpoint(step, val_loss=loss))
+    return list_steps(folder)
+
+
 def test_the_last_ones_and_the_best_are_kept_and_ties_count_as_best(tmp_path, tools):
     losses = [0.5, 0.2, 0.9, 0.2, 0.8, 0.7, float("nan"), 0.6]
-    state = tools.make_state()
-    with CheckpointFileWriter(tmp_path, keep=2, monitor="val_loss") as writer:
-        for step, loss in enumerate(losses):
-            checkpoint = tools.make_checkpoint(step, val_loss=loss).replace(state=state)
-            writer(checkpoint)
-    assert list_steps(tmp_path) == [3, 6, 7]
+    kept = save_losses(tmp_path, tools, losses, first=0, keep=2, monitor="val_loss")
+    assert kept == [3, 6, 7]
     assert best(tmp_path) == 3
     assert latest(tmp_path) == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "6", "7"]
@@ -30,11 +33,7 @@ def test_the_largest_value_is_best_with_mode_max(tmp_path, tools):
 
 
 def test_keep_none_keeps_all(tmp_path, tools):
-    state = tools.make_state()
-    with CheckpointFileWriter(tmp_path, keep=None) as writer:
-        for step in range(4):
-            writer(tools.make_checkpoint(step).replace(state=state))
-    assert list_steps(tmp_path) == [0, 1, 2, 3]
+    assert save_losses(tmp_path, tools, [0.5] * 4, keep=None) == [1, 2, 3, 4]
 
 
 def test_a_checkpoint_without_the_monitored_metric_is_saved_and_announced(tmp_path, tools, capfd):
@@ -54,14 +53,6 @@ def test_a_run_from_an_earlier_step_supersedes_the_later_steps(tmp_path, tools, 
     assert list_steps(tmp_path) == [10, 15, 16]
     assert (tmp_path / "superseded-20-0").is_dir()
     assert "an earlier run's step 30 is now superseded-30-0" in capfd.readouterr().err
-
-
-def save_losses(folder, tools, losses, first=1, **options):
-    state = tools.make_state()
-    with CheckpointFileWriter(folder, asynchronous=False, **options) as writer:
-        for step, loss in enumerate(losses, start=first):
-            writer(tools.make_checkpoint(step, val_loss=loss).replace(state=state))
-    return list_steps(folder)
 
 
 @pytest.mark.slow

@@ -15,6 +15,11 @@ SMALL = TrainState(
 )
 
 
+def small_state(step):
+    """One that differs by step."""
+    return SMALL.replace(step=jnp.int32(step), params={"w": jnp.arange(4.0) + step})
+
+
 def read(folder, template=None, **options):
     found = CheckpointFileReader(folder, **options).read(template)
     assert found is not None
@@ -23,7 +28,7 @@ def read(folder, template=None, **options):
 
 def fill(folder, *steps):
     for step in steps:
-        save(folder, SMALL.replace(step=jnp.int32(step), params={"w": jnp.arange(4.0) + step}))
+        save(folder, small_state(step))
 
 
 def all_files(step):
