@@ -15,6 +15,12 @@ SCRIPT = HERE / "write_with_tensorflow.py"
 
 
 @pytest.fixture(scope="session")
+def tensorflow():
+    """Imported where tests of it are run, as it takes seconds."""
+    return pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+
+
+@pytest.fixture(scope="session")
 def kept():
     """The folder of the checkpoints that are kept in the repository."""
     return HERE / "fixtures"

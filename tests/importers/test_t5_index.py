@@ -20,7 +20,7 @@ def variables_of_model():
 # The folder is not part of the project, so that there is nothing to skip where it is absent.
 if FOLDER.exists():
     # A missing install is a skip that shows, unlike a missing folder.
-    pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+    pytestmark = pytest.mark.usefixtures("tensorflow")
 
     def test_the_index_lists_what_its_writer_says_of_it():
         arrays = load_tf_ckpt(FOLDER)

@@ -10,7 +10,7 @@ from weight_files import assert_holds
 
 from flaxfit.importers import UnreadableFile, load_tf_ckpt, t5_translator
 
-pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+pytestmark = pytest.mark.usefixtures("tensorflow")
 
 INDEX = "model.ckpt-1000.index"
 DATA = "model.ckpt-1000.data-00000-of-00002"
