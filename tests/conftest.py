@@ -281,35 +281,18 @@ def _deselect_passed(config, items):
         config.hook.pytest_deselected(items=passed)
 
 
-OPTIONAL = (
-    "clu",
-    "datasets",
-    "grain",
-    "jax2onnx",
-    "matplotlib",
-    "metrax",
-    "mlflow",
-    "pandas",
-    "tensorboardX",
-    "tensorflow",
-    "torch",
-    "wandb",
-)
+OPTIONAL = {
+    *("clu", "datasets", "grain", "jax2onnx", "matplotlib", "metrax", "mlflow", "pandas"),
+    *("tensorboardX", "tensorflow", "torch", "wandb"),
+}
 
 
 # Files of few tests that take long, most of them in processes of their own: were they the last, the
 # other workers would wait for them.
 LONG = {
-    "test_accelerator_benchmark",
-    "test_against_peers",
-    "test_benchmarks",
-    "test_docs",
-    "test_eight_devices",
-    "test_examples",
-    "test_faults",
-    "test_many_processes",
-    "test_process_faults",
-    "test_site",
+    *("test_accelerator_benchmark", "test_against_peers", "test_benchmarks", "test_docs"),
+    *("test_eight_devices", "test_examples", "test_faults", "test_many_processes"),
+    *("test_process_faults", "test_site"),
 }
 
 

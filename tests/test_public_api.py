@@ -16,247 +16,71 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flaxfit"
 PUBLIC = {
-    "flaxfit": (
-        "ArrayStream",
-        "Batch",
-        "Checkpoint",
-        "DataParallel",
-        "EndOfData",
-        "EvalLoop",
-        "EvalTask",
-        "History",
-        "InferenceState",
-        "Model",
-        "MultiTask",
-        "Sharded",
-        "TrainLoop",
-        "TrainState",
-        "TrainTask",
-        "gather",
-        "init_state",
-        "initialize",
-        "is_main",
-        "make_eval_step",
-        "make_predict_step",
-        "make_train_step",
-        "process_count",
-        "process_index",
-        "step_key",
-        "update_statistics",
-    ),
-    "flaxfit.callbacks": (
-        "AverageWeights",
-        "CSVLogger",
-        "Callback",
-        "StatefulCallback",
-        "EarlyStopping",
-        "Events",
-        "ExitCode",
-        "Export",
-        "JSONLogger",
-        "LearningRateScheduler",
-        "LogTo",
-        "Logger",
-        "MLflowLogger",
-        "MemoryReport",
-        "Norms",
-        "Profiler",
-        "ProgressBar",
-        "ReduceLROnPlateau",
-        "Rollback",
-        "SaveOnSignal",
-        "StopOnNaN",
-        "SummaryLogger",
-        "SwapEMA",
-        "TensorBoardLogger",
-        "Throughput",
-        "Timer",
-        "Unfreeze",
-        "WandbLogger",
-        "Watchdog",
-        "at",
-        "every",
-        "when",
-    ),
-    "flaxfit.checkpoints": (
-        "CheckpointFile",
-        "CheckpointFileReader",
-        "CheckpointFileWriter",
-        "best",
-        "latest",
-        "list_steps",
-        "load_weights",
-        "restore",
-        "save",
-        "save_weights",
-    ),
-    "flaxfit.data": (
-        "ArrayStream",
-        "DataStream",
-        "as_stream",
-        "one_pass",
-        "pack",
-        "prefetch",
-        "take",
-    ),
-    "flaxfit.export": (
-        "ExportReport",
-        "ExportedModel",
-        "InputSpec",
-        "JaxModule",
-        "batch_specs",
-        "from_state",
-        "load",
-        "save",
-        "save_onnx",
-        "save_saved_model",
-        "write",
-    ),
-    "flaxfit.importers": (
-        "CheckpointTranslator",
-        "LazyArray",
-        "LazyAwaitableArray",
-        "LazyThreadPoolArray",
-        "UnreadableFile",
-        "fill",
-        "load",
-        "load_msgpack",
-        "load_npz",
-        "load_orbax",
-        "load_safetensors",
-        "load_t5x",
-        "load_tf_ckpt",
-        "restore_from_t5",
-        "t5_translator",
-    ),
-    "flaxfit.launch": ("main",),
-    "flaxfit.losses": (
-        "binary_crossentropy",
-        "binary_focal_crossentropy",
-        "categorical_focal_crossentropy",
-        "categorical_hinge",
-        "check_loss_shape",
-        "check_values",
-        "circle",
-        "cosine_distance",
-        "cosine_similarity",
-        "crossentropy",
-        "ctc",
-        "dice",
-        "generalized_crossentropy",
-        "hinge",
-        "huber",
-        "info_nce",
-        "kl_divergence",
-        "log_cosh",
-        "mae",
-        "mape",
-        "mse",
-        "msle",
-        "onehot_crossentropy",
-        "poisson",
-        "resolve",
-        "smape",
-        "squared_hinge",
-        "supervised_contrastive",
-        "triplet",
-        "tversky",
-    ),
-    "flaxfit.metrics": (
-        "Metric",
-        "accuracy",
-        "as_metrics",
-        "auc",
-        "average_precision",
-        "balanced_accuracy",
-        "binary_accuracy",
-        "binary_iou",
-        "bleu",
-        "brier",
-        "calibration_error",
-        "cer",
-        "cohen_kappa",
-        "collected",
-        "concordance",
-        "confusion_matrix",
-        "cosine_similarity",
-        "d2_absolute_error",
-        "d2_tweedie",
-        "dice",
-        "exact_match",
-        "explained_variance",
-        "f1",
-        "false_negative_rate",
-        "false_negatives",
-        "false_positive_rate",
-        "false_positives",
-        "fbeta",
-        "hamming_loss",
-        "iou",
-        "kendall",
-        "log_loss",
-        "mae",
-        "max_error",
-        "mcc",
-        "mean",
-        "mean_iou",
-        "mean_poisson_deviance",
-        "median_absolute_error",
-        "mrr",
-        "mse",
-        "ndcg",
-        "negative_predictive_value",
-        "on",
-        "pearson",
-        "perplexity",
-        "plot_confusion_matrix",
-        "pr_auc",
-        "precision",
-        "precision_at_k",
-        "precision_at_recall",
-        "psnr",
-        "quantile_loss",
-        "r2",
-        "recall",
-        "recall_at_k",
-        "recall_at_precision",
-        "rmse",
-        "rouge_1",
-        "rouge_2",
-        "rouge_l",
-        "sensitivity_at_specificity",
-        "spearman",
-        "specificity",
-        "specificity_at_sensitivity",
-        "ssim",
-        "sum",
-        "top_k",
-        "true_negatives",
-        "true_positives",
-        "wer",
-        "zero_one_loss",
-    ),
-    "flaxfit.modules": (
-        "ModelFunctions",
-        "from_function",
-        "from_nnx",
-        "nnx_step",
-        "summarize",
-        "train_and_eval",
-        "update_nnx",
-    ),
-    "flaxfit.optim": (
-        "MultiOptimizer",
-        "Optimizer",
-        "OptimizerDef",
-        "averaged",
-        "eval_params",
-        "hyperparams",
-        "set_hyperparams",
-        "swap_ema",
-    ),
-    "flaxfit.sklearn": ("FlaxClassifier", "FlaxRegressor"),
-    "flaxfit.strategies": ("DataParallel", "Eager", "Layout", "Sharded", "Strategy", "gather"),
+    module: names.split()
+    for module, names in {
+        "flaxfit": """
+            ArrayStream Batch Checkpoint DataParallel EndOfData EvalLoop EvalTask
+            History InferenceState Model MultiTask Sharded TrainLoop TrainState
+            TrainTask gather init_state initialize is_main make_eval_step
+            make_predict_step make_train_step process_count process_index step_key
+            update_statistics
+        """,
+        "flaxfit.callbacks": """
+            AverageWeights CSVLogger Callback StatefulCallback EarlyStopping Events
+            ExitCode Export JSONLogger LearningRateScheduler LogTo Logger MLflowLogger
+            MemoryReport Norms Profiler ProgressBar ReduceLROnPlateau Rollback
+            SaveOnSignal StopOnNaN SummaryLogger SwapEMA TensorBoardLogger Throughput
+            Timer Unfreeze WandbLogger Watchdog at every when
+        """,
+        "flaxfit.checkpoints": """
+            CheckpointFile CheckpointFileReader CheckpointFileWriter best latest
+            list_steps load_weights restore save save_weights
+        """,
+        "flaxfit.data": """
+            ArrayStream DataStream as_stream one_pass pack prefetch take
+        """,
+        "flaxfit.export": """
+            ExportReport ExportedModel InputSpec JaxModule batch_specs from_state load
+            save save_onnx save_saved_model write
+        """,
+        "flaxfit.importers": """
+            CheckpointTranslator LazyArray LazyAwaitableArray LazyThreadPoolArray
+            UnreadableFile fill load load_msgpack load_npz load_orbax load_safetensors
+            load_t5x load_tf_ckpt restore_from_t5 t5_translator
+        """,
+        "flaxfit.launch": "main",
+        "flaxfit.losses": """
+            binary_crossentropy binary_focal_crossentropy categorical_focal_crossentropy
+            categorical_hinge check_loss_shape check_values circle cosine_distance
+            cosine_similarity crossentropy ctc dice generalized_crossentropy hinge huber
+            info_nce kl_divergence log_cosh mae mape mse msle onehot_crossentropy
+            poisson resolve smape squared_hinge supervised_contrastive triplet tversky
+        """,
+        "flaxfit.metrics": """
+            Metric accuracy as_metrics auc average_precision balanced_accuracy
+            binary_accuracy binary_iou bleu brier calibration_error cer cohen_kappa
+            collected concordance confusion_matrix cosine_similarity d2_absolute_error
+            d2_tweedie dice exact_match explained_variance f1 false_negative_rate
+            false_negatives false_positive_rate false_positives fbeta hamming_loss iou
+            kendall log_loss mae max_error mcc mean mean_iou mean_poisson_deviance
+            median_absolute_error mrr mse ndcg negative_predictive_value on pearson
+            perplexity plot_confusion_matrix pr_auc precision precision_at_k
+            precision_at_recall psnr quantile_loss r2 recall recall_at_k
+            recall_at_precision rmse rouge_1 rouge_2 rouge_l sensitivity_at_specificity
+            spearman specificity specificity_at_sensitivity ssim sum top_k
+            true_negatives true_positives wer zero_one_loss
+        """,
+        "flaxfit.modules": """
+            ModelFunctions from_function from_nnx nnx_step summarize train_and_eval
+            update_nnx
+        """,
+        "flaxfit.optim": """
+            MultiOptimizer Optimizer OptimizerDef averaged eval_params hyperparams
+            set_hyperparams swap_ema
+        """,
+        "flaxfit.sklearn": "FlaxClassifier FlaxRegressor",
+        "flaxfit.strategies": "DataParallel Eager Layout Sharded Strategy gather",
+    }.items()
 }
 # Rooms whose names are no promise; what users need of them is at the top.
 INTERNAL = ("display", "distributed", "loop", "model", "state", "step", "task", "tree")
@@ -270,21 +94,11 @@ PROTOCOLS = (
 )
 # Methods that only the library calls: they have no example, and are not in the reference.
 FOR_THE_LIBRARY = {
-    "ArrayStream.next_rows",
-    "ArrayStream.next_rows_of",
-    "ArrayStream.order_ahead",
-    "ArrayStream.pick",
-    "ArrayStream.whole",
-    "EvalLoop.check",
-    "InferenceState.apply_gradient",
-    "MultiOptimizer.check",
-    "MultiOptimizer.describe",
-    "MultiOptimizer.with_patterns",
-    "OptimizerDef.check",
-    "OptimizerDef.describe",
-    "ProgressBar.interrupt",
-    "ProgressBar.recall",
-    "TrainLoop.in_phase",
+    *("ArrayStream.next_rows", "ArrayStream.next_rows_of", "ArrayStream.order_ahead"),
+    *("ArrayStream.pick", "ArrayStream.whole", "EvalLoop.check", "InferenceState.apply_gradient"),
+    *("MultiOptimizer.check", "MultiOptimizer.describe", "MultiOptimizer.with_patterns"),
+    *("OptimizerDef.check", "OptimizerDef.describe"),
+    *("ProgressBar.interrupt", "ProgressBar.recall", "TrainLoop.in_phase"),
 }
 HEAVY = ("flax.nnx", "grain", "matplotlib", "orbax", "tensorflow", "torch")
 
