@@ -8,11 +8,20 @@ import pytest
 from marks import slow
 
 from flaxfit import export
-from flaxfit.export import _archive
+from flaxfit.export import InputSpec, JaxModule, _archive
 
 pytestmark = pytest.mark.skipif(
     find_spec("flatbuffers") is None, reason="flatbuffers is not installed"
 )
+
+
+@pytest.fixture(scope="module")
+def whole(net, variables, tmp_path_factory):
+    """A file that loads."""
+    path = tmp_path_factory.mktemp("archive") / "net.stablehlo"
+    module = JaxModule(variables, net.apply, input_spec=InputSpec(("batch", 3)))
+    export.save(module, path, gradients=False)
+    return path
 
 
 def parts_of(path):
@@ -67,9 +76,8 @@ def test_a_compressed_bomb_is_refused_before_it_is_read(path):
         {"name": ["a"]},
     ],
 )
-def test_a_lying_description_is_refused(module, path, change):
-    export.save(module, path)
-    parts = parts_of(path)
+def test_a_lying_description_is_refused(whole, path, change):
+    parts = parts_of(whole)
     record = json.loads(parts["description.json"])
     record["arrays"][0].update(change)
     write_parts(path, {**parts, "description.json": json.dumps(record).encode()})
@@ -77,23 +85,22 @@ def test_a_lying_description_is_refused(module, path, change):
         export.load(path)
 
 
-def test_a_damaged_file_never_loads(module, path):
-    export.save(module, path, gradients=False)
-    whole = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
+def test_a_damaged_file_never_loads(whole, path):
+    content = whole.read_bytes()
+    with zipfile.ZipFile(whole) as archive:
         contents = [
             (m.header_offset + 30 + len(m.filename), m.file_size) for m in archive.infolist()
         ]
     chance = random.Random(0)
     for start, size in contents * 10:
         at = start + chance.randrange(size)
-        bad = bytearray(whole)
+        bad = bytearray(content)
         bad[at] ^= 1 << chance.randrange(8)
         path.write_bytes(bad)
         with pytest.raises(ValueError, match="Cannot load"):
             export.load(path)
-    for size in (chance.randrange(len(whole)) for _ in range(30)):
-        path.write_bytes(whole[:size])
+    for size in (chance.randrange(len(content)) for _ in range(30)):
+        path.write_bytes(content[:size])
         with pytest.raises(ValueError, match="Cannot load"):
             export.load(path)
 
@@ -101,8 +108,7 @@ def test_a_damaged_file_never_loads(module, path):
 @pytest.mark.parametrize(
     "program", [slow(b""), slow(bytes(200)), slow(b"\xff" * 200), b"\x10\0\0\0" + bytes(40)]
 )
-def test_a_program_that_is_none_is_refused(module, path, program):
-    export.save(module, path)
-    write_parts(path, {**parts_of(path), "programs/0": program})
+def test_a_program_that_is_none_is_refused(whole, path, program):
+    write_parts(path, {**parts_of(whole), "programs/0": program})
     with pytest.raises(ValueError, match=f"Cannot load .*which jax {jax.__version__} wrote"):
         export.load(path)
