@@ -11,6 +11,7 @@ import optax
 import pytest
 from checkpoint_files import small_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from loops import assert_identical
 
 from flaxfit import Checkpoint, init_state
 
@@ -69,25 +70,13 @@ def abstract(state):
     return jax.eval_shape(lambda: state)
 
 
-def plain(leaf):
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-
-def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert plain(a).tobytes() == plain(b).tobytes()
-
-
 @dataclasses.dataclass(frozen=True)
 class Tools:
     make_state = staticmethod(make_state)
     make_checkpoint = staticmethod(make_checkpoint)
     replicated = staticmethod(replicated)
     abstract = staticmethod(abstract)
-    assert_same = staticmethod(assert_same)
+    assert_same = staticmethod(assert_identical)
 
 
 @pytest.fixture(scope="session")

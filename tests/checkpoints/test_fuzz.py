@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from loops import assert_identical
 from marks import thorough
 
 from flaxfit import TrainState
@@ -50,14 +51,6 @@ def mutated(rng, content):
     ][rng.integers(10)]
 
 
-def check_same(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-
-
 @pytest.mark.parametrize("n", [500, thorough(20_000)])
 def test_a_damaged_file_of_weights_is_refused_or_read_right(tmp_path, n):
     content = save_weights(tmp_path / "whole.safetensors", WEIGHTS).read_bytes()
@@ -67,7 +60,7 @@ def test_a_damaged_file_of_weights_is_refused_or_read_right(tmp_path, n):
     for i in range(n):
         path.write_bytes(mutated(rng, content))
         try:
-            check_same(load_weights(path, WEIGHTS if i % 2 else None), WEIGHTS)
+            assert_identical(load_weights(path, WEIGHTS if i % 2 else None), WEIGHTS)
         except ValueError as error:
             assert str(error).startswith(WORDS)
             n_refused += 1
@@ -86,7 +79,7 @@ def test_a_damaged_file_of_a_step_is_refused_or_read_right(tmp_path, n):
         damaged = mutated(rng, content)
         file.write_bytes(damaged)
         try:
-            check_same(restore(tmp_path, STATE, which=1), STATE)
+            assert_identical(restore(tmp_path, STATE, which=1), STATE)
             # All that the seal may lose is white space.
             assert damaged == content or file.name == _seal.SEAL
         except ValueError as error:
@@ -112,7 +105,7 @@ def test_a_step_whose_damage_is_sealed_is_refused_or_read_right(tmp_path, n):
         try:
             found = restore(tmp_path, STATE if with_target else None, which=1)
             if with_target or file != record:
-                check_same(found, STATE)
+                assert_identical(jax.tree.leaves(found), jax.tree.leaves(STATE))
         except ValueError as error:
             assert str(error).startswith(WORDS)
         file.write_bytes(content)

@@ -1,7 +1,5 @@
 """Which steps a writer keeps."""
 
-from typing import Any
-
 import pytest
 from checkpoint_files import read
 
@@ -93,6 +91,10 @@ def test_save_best_only_needs_the_metric_but_save_does_not(tmp_path, tools):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"keep": 0}, "keep must be 1 or more"),
+        ({"on_error": "ignore"}, "on_error must be"),
+        ({"save_freq": 0}, "save_freq must be 1 or more"),
+        ({"save_freq": 5, "save_best_only": True}, "needs save_freq='epoch', got 5"),
         ({"keep_best": 0}, "keep_best must be 1 or more"),
         ({"keep": None, "keep_best": 2}, "keep=None keeps all checkpoints"),
         ({"initial_value_threshold": 0.5}, "needs save_best_only=True"),
@@ -103,5 +105,15 @@ def test_options_that_cannot_be_meant_are_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
         CheckpointFileWriter(tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
-    with pytest.raises(TypeError, match="keep_best must be an integer or None, got 'val_loss'"):
-        CheckpointFileWriter(tmp_path / "new", **dict[str, Any](keep_best="val_loss"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep_best": "val_loss"}, "keep_best must be an integer or None, got 'val_loss'"),
+        ({"save_freq": "batch"}, "save_freq must be an integer or 'epoch'"),
+    ],
+)
+def test_options_of_another_type_are_refused(tmp_path, options, words):
+    with pytest.raises(TypeError, match=words):
+        CheckpointFileWriter(tmp_path, **options)

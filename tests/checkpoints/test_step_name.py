@@ -1,8 +1,9 @@
-"""Folders of steps named by a template: what they are called, and that they are read as others."""
+"""Saves within an epoch; folders of steps named by a template, which are read as others."""
 
 import numpy as np
 import optax
 import pytest
+from checkpoint_files import SMALL, small_state
 from flax import linen as nn
 
 import flaxfit as ff
@@ -47,6 +48,46 @@ def test_steps_of_fit_are_named_as_in_keras_and_those_within_an_epoch_too(tmp_pa
     assert names(tmp_path) == sorted(whole + within)
 
 
+class StopAt:
+    def __init__(self, step):
+        self.step = step
+
+    def attach(self, loop):
+        loop.watchers.append(self.look)
+
+    def look(self, now):
+        if now == self.step:
+            raise KeyError(now)
+
+    def __call__(self, checkpoint):
+        return checkpoint
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_within_an_epoch_reports_the_same(tmp_path):
+    writer = CheckpointFileWriter(tmp_path, save_freq=3, keep=None)
+    model = make_model()
+    with pytest.raises(KeyError):
+        fit(model, callbacks=[StopAt(7)], checkpoint_dir=writer)
+    assert list_steps(tmp_path) == [3, 4, 6]
+    resumed, whole = make_model(), make_model()
+    again = CheckpointFileWriter(tmp_path, save_freq=3, keep=None)
+    assert dict(fit(resumed, checkpoint_dir=again)) == dict(fit(whole))
+    np.testing.assert_array_equal(resumed.state.params["kernel"], whole.state.params["kernel"])
+    assert list_steps(tmp_path) == [3, 4, 6, 8, 9, 12]
+
+
+@pytest.mark.slow
+def test_the_best_is_an_epoch_and_steps_within_are_not_told_of(tmp_path, capsys):
+    writer = CheckpointFileWriter(tmp_path, save_freq=3, keep=1, monitor="loss", verbose=1)
+    fit(make_model(), callbacks=[writer])
+    assert list_steps(tmp_path) == [12]
+    printed = capsys.readouterr().err
+    assert "lacks" not in printed
+    told = [n for n in range(13) if f"step {n} is saved as {tmp_path / str(n)}" in printed]
+    assert told == [3, 4, 6, 8, 9, 12]
+
+
 @pytest.mark.slow
 def test_named_steps_are_kept_ranked_and_read_as_others(tmp_path, tools):
     losses = [0.5, 0.2, 0.9, 0.2, 0.8]
@@ -54,9 +95,7 @@ def test_named_steps_are_kept_ranked_and_read_as_others(tmp_path, tools):
     assert names(tmp_path) == ["2@0.2", "4@0.2", "5@0.8"]
     assert list_steps(tmp_path) == [2, 4, 5] and best(tmp_path) == 4
     for which, step in {"latest": 5, "best": 4, 2: 2}.items():
-        tools.assert_same(
-            restore(tmp_path, tools.make_state(), which=which), tools.make_state(step)
-        )
+        tools.assert_same(restore(tmp_path, SMALL, which=which), small_state(step))
 
 
 def test_a_damaged_named_step_is_set_aside(tmp_path, tools, capfd):

@@ -208,12 +208,6 @@ def test_a_save_that_cannot_begin_is_a_worded_error(tmp_path, tools):
         writer.close()
 
 
-@pytest.mark.parametrize("options", [{"keep": 0}, {"mode": "least"}, {"on_error": "ignore"}])
-def test_wrong_options_are_refused(tmp_path, options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        CheckpointFileWriter(tmp_path, **options)
-
-
 FULL_DISK = """
     import os, sys
     from pathlib import Path

@@ -7,16 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from loops import waves
 
 from flaxfit.export import InputSpec, JaxModule
 
 # TensorFlow says a line about oneDNN when it is loaded, and threads cost more than they gain.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-
-def waves(key, shape, dtype):
-    """Weights without a random draw, which takes longer to compile than what is tested here."""
-    return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
 
 
 class Net(nn.Module):

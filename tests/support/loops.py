@@ -107,6 +107,16 @@ def assert_close(a, b, **tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
 
 
+def assert_identical(one, other):
+    """That two trees have one structure, shapes, dtypes and bits, random keys included."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
 def make_weight_loop(callbacks=(), data=None, **options):
     """A loop that trains one weight, by which the inputs are multiplied; it compiles in no time."""
     x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]

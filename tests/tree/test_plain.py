@@ -8,6 +8,7 @@ import pytest
 from flax import traverse_util
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from loops import assert_identical
 
 import flaxfit as ff
 from flaxfit.tree._plain import as_plain
@@ -27,18 +28,6 @@ def protocol_state(seed=0, shape=(2, 3)):
         "noise": {"key": jax.random.split(jax.random.key(seed), 2), "n": jnp.int32(seed)},
     }
     return ff.TrainState.create(optimizer, variables, key=seed).replace_step(seed)
-
-
-def words(leaf):
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-
-def assert_same_arrays(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(words(a), words(b))
 
 
 def is_plain(tree):
@@ -65,7 +54,7 @@ def test_a_state_dict_has_the_layout_of_t5x():
 def test_a_state_dict_restores_the_state(carry):
     state, other = protocol_state(3), protocol_state(5)
     restored = other.restore_state(jax.tree.map(carry, state.state_dict()))
-    assert_same_arrays(restored.replace(key=state.key), state)
+    assert_identical(restored.replace(key=state.key), state)
     assert restored.key is other.key  # as T5X's layout has no place for it
 
 
@@ -76,7 +65,7 @@ def test_a_state_dict_passes_through_files_of_numpy(tmp_path):
     with np.load(tmp_path / "state.npz") as file:
         assert file["target|layers|0|w"].dtype == "V2"  # NumPy knows no bfloat16
         plain = traverse_util.unflatten_dict(dict(file), sep="|")
-    assert_same_arrays(protocol_state(5).restore_state(plain).replace(key=state.key), state)
+    assert_identical(protocol_state(5).restore_state(plain).replace(key=state.key), state)
 
 
 def test_keys_and_steps_may_be_python_integers_and_wide():
@@ -137,7 +126,7 @@ def test_a_restored_state_stays_where_it_was():
 def test_one_state_dict_serves_training_and_inference():
     trained, fresh = protocol_state(3), protocol_state(5)
     inference = fresh.for_inference().restore_state(trained.state_dict())
-    assert_same_arrays(inference, trained.for_inference())
+    assert_identical(inference, trained.for_inference())
     assert inference.state_dict()["state"].keys() == {"step"}
     with pytest.raises(ValueError, match="state/param_states/0/0/count is missing"):
         fresh.restore_state(inference.state_dict())
