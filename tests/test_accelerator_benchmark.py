@@ -20,10 +20,7 @@ def _benchmarks(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
-    [
-        ["correctness", "trace"],
-        thorough(["steps", "calls", "data", "loader", "saving", "memory"]),
-    ],
+    [["correctness", "trace"], thorough(["steps", "calls", "data", "loader", "saving", "memory"])],
     ids=["checks", "figures"],
 )
 def test_the_quick_form_passes_its_checks_and_fills_its_tables(

@@ -22,12 +22,7 @@ from flaxfit.checkpoints import (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ending",
-    [
-        thorough(""),
-        thorough("raise KeyError('of the user')"),
-        "sys.exit(3)",
-    ],
+    "ending", [thorough(""), thorough("raise KeyError('of the user')"), "sys.exit(3)"]
 )
 def test_a_process_that_ends_without_close_loses_nothing(tmp_path, ending, run_child):
     program = f"""

@@ -137,8 +137,7 @@ def test_without_a_template_the_optimizer_state_is_plain(tmp_path, tools):
     tools.assert_same(found.model_state, state.model_state)
     assert type(found.opt_state) is dict
     np.testing.assert_array_equal(
-        found.opt_state["0"]["mu"]["Dense_1"]["kernel"],
-        state.opt_state[0].mu["Dense_1"]["kernel"],
+        found.opt_state["0"]["mu"]["Dense_1"]["kernel"], state.opt_state[0].mu["Dense_1"]["kernel"]
     )
 
 

@@ -16,8 +16,7 @@ def rows(batches):
 
 
 @pytest.mark.parametrize(
-    ("n", "drop_remainder"),
-    [(n, False) for n in range(1, 14)] + [(n, True) for n in range(4, 14)],
+    ("n", "drop_remainder"), [(n, False) for n in range(1, 14)] + [(n, True) for n in range(4, 14)]
 )
 def test_a_pass_holds_every_row_once_in_order(n, drop_remainder):
     x = np.arange(n, dtype=np.float32)

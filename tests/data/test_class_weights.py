@@ -8,11 +8,7 @@ from flax import linen as nn
 from marks import slow
 
 import flaxfit as ff
-from flaxfit.data._class_weights import (
-    ClassWeightedStream,
-    balanced_by_pass,
-    weights_by_class,
-)
+from flaxfit.data._class_weights import ClassWeightedStream, balanced_by_pass, weights_by_class
 
 Y = np.array([0, 0, 0, 1, 2, 2])
 

@@ -7,11 +7,7 @@ from flax import serialization
 from flax.traverse_util import unflatten_dict
 from weight_files import ARRAYS, assert_holds
 
-from flaxfit.importers import (
-    UnreadableFile,
-    load,
-    load_msgpack,
-)
+from flaxfit.importers import UnreadableFile, load, load_msgpack
 
 
 def test_flax_files_are_read(tmp_path):

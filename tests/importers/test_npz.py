@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from weight_files import ARRAYS, assert_holds
 
-from flaxfit.importers import (
-    UnreadableFile,
-    load,
-    load_npz,
-)
+from flaxfit.importers import UnreadableFile, load, load_npz
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

@@ -6,10 +6,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from weight_files import ARRAYS, assert_holds
 
-from flaxfit.importers import (
-    load,
-    load_orbax,
-)
+from flaxfit.importers import load, load_orbax
 
 
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}])

@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 from weight_files import ARRAYS, assert_holds
 
-from flaxfit.importers import (
-    UnreadableFile,
-    load,
-    load_safetensors,
-)
+from flaxfit.importers import UnreadableFile, load, load_safetensors
 
 
 def safetensors_bytes(arrays, **changes):

@@ -8,9 +8,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from t5_models import FIRST, LARGE, MIDDLE, SMALL, T5, variables
 
-from flaxfit.importers import (
-    t5_translator,
-)
+from flaxfit.importers import t5_translator
 
 
 def parameters(names):

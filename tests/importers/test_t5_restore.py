@@ -10,13 +10,7 @@ from marks import slow
 from t5_models import FIRST, LARGE, MIDDLE, SMALL, T5, create, variables
 
 import flaxfit as ff
-from flaxfit.importers import (
-    LazyArray,
-    fill,
-    load_tf_ckpt,
-    restore_from_t5,
-    t5_translator,
-)
+from flaxfit.importers import LazyArray, fill, load_tf_ckpt, restore_from_t5, t5_translator
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +138,7 @@ def test_the_state_dict_of_a_train_state_is_filled_too(state, small_t5):
 
 
 def test_states_without_statistics_take_the_weights_alone(state, small_t5):
-    for target in (
-        state.for_inference(),
-        create(optax.sgd(0.1), {"params": state.params}),
-    ):
+    for target in (state.for_inference(), create(optax.sgd(0.1), {"params": state.params})):
         restored = restore_from_t5(target, small_t5)
         assert restored.step == 1000
         assert isinstance(restored, type(target))

@@ -8,11 +8,7 @@ import pytest
 from flax import serialization
 from weight_files import ARRAYS, assert_holds
 
-from flaxfit.importers import (
-    UnreadableFile,
-    load,
-    load_t5x,
-)
+from flaxfit.importers import UnreadableFile, load, load_t5x
 
 tensorstore = pytest.importorskip("tensorstore", reason="tensorstore is not installed")
 

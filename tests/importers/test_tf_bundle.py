@@ -35,9 +35,7 @@ def test_arrays_can_be_read_at_the_same_time(kept, truth):
         arrays = load_tf_ckpt(kept / "small_t5")
         return dict(
             zip(
-                arrays,
-                await asyncio.gather(*(a.get_async() for a in arrays.values())),
-                strict=True,
+                arrays, await asyncio.gather(*(a.get_async() for a in arrays.values())), strict=True
             )
         )
 

@@ -68,11 +68,7 @@ def divided(loss, **options):
 
 @pytest.mark.parametrize(
     ("options", "scale"),
-    [
-        ({}, 1 / 0.07),
-        ({"temperature": 0.5}, 2),
-        ({"log_scale": np.log(np.float32([3]))}, 3),
-    ],
+    [({}, 1 / 0.07), ({"temperature": 0.5}, 2), ({"log_scale": np.log(np.float32([3]))}, 3)],
     ids=str,
 )
 def test_info_nce_is_that_of_numpy(options, scale):

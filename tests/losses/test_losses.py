@@ -44,9 +44,7 @@ RATES, COUNTS = np.exp(SCORES), GENERATOR.poisson(2, 32)
             SCORES,
             TARGETS,
             np.where(
-                abs(SCORES - TARGETS) < 1,
-                (SCORES - TARGETS) ** 2 / 2,
-                abs(SCORES - TARGETS) - 0.5,
+                abs(SCORES - TARGETS) < 1, (SCORES - TARGETS) ** 2 / 2, abs(SCORES - TARGETS) - 0.5
             ),
         ),
         (
@@ -55,12 +53,7 @@ RATES, COUNTS = np.exp(SCORES), GENERATOR.poisson(2, 32)
             softmax(LOGITS[::-1]),
             (softmax(LOGITS[::-1]) * np.log(softmax(LOGITS[::-1]) / softmax(LOGITS))).sum(-1),
         ),
-        (
-            "cosine_distance",
-            LOGITS,
-            LOGITS[::-1],
-            paired_cosine_distances(LOGITS, LOGITS[::-1]),
-        ),
+        ("cosine_distance", LOGITS, LOGITS[::-1], paired_cosine_distances(LOGITS, LOGITS[::-1])),
         (
             "cosine_similarity",
             LOGITS,
@@ -68,18 +61,8 @@ RATES, COUNTS = np.exp(SCORES), GENERATOR.poisson(2, 32)
             paired_cosine_distances(LOGITS, LOGITS[::-1]) - 1,
         ),
         ("mape", SCORES, TARGETS, 100 * abs(SCORES - TARGETS) / abs(TARGETS)),
-        (
-            "smape",
-            SCORES,
-            TARGETS,
-            200 * abs(SCORES - TARGETS) / (abs(SCORES) + abs(TARGETS)),
-        ),
-        (
-            "msle",
-            abs(SCORES),
-            abs(TARGETS),
-            (np.log1p(abs(SCORES)) - np.log1p(abs(TARGETS))) ** 2,
-        ),
+        ("smape", SCORES, TARGETS, 200 * abs(SCORES - TARGETS) / (abs(SCORES) + abs(TARGETS))),
+        ("msle", abs(SCORES), abs(TARGETS), (np.log1p(abs(SCORES)) - np.log1p(abs(TARGETS))) ** 2),
         ("poisson", RATES, COUNTS, RATES - COUNTS * np.log(RATES)),
         ("squared_hinge", SCORES, SIGNS, np.maximum(0, 1 - SCORES * SIGNS) ** 2),
         (

@@ -26,11 +26,7 @@ def reported(metric, targets, outputs):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"class_aggregation": None},
-        {"class_aggregation": "variance_weighted_average"},
-    ],
+    "options", [{"class_aggregation": None}, {"class_aggregation": "variance_weighted_average"}]
 )
 def test_r2_has_the_averages_of_keras(keras, options):
     expected = reported(keras.metrics.R2Score(**options), TARGETS, OUTPUTS)

@@ -50,11 +50,7 @@ def test_each_group_goes_by_its_own_optimizer_and_the_rest_stays():
     step = jax.jit(lambda optimizer: optimizer.apply_gradient(GRADS))
     for _ in range(3):
         optimizer = step(optimizer)
-    expected = {
-        **PARAMS,
-        "encoder": on_part(SGD, "encoder", 3),
-        "head": on_part(ADAM, "head", 3),
-    }
+    expected = {**PARAMS, "encoder": on_part(SGD, "encoder", 3), "head": on_part(ADAM, "head", 3)}
     assert_close(optimizer.target, expected, rtol=1e-6)
     np.testing.assert_array_equal(optimizer.target["scale"], PARAMS["scale"])
 
