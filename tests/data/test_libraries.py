@@ -82,7 +82,7 @@ def iter_dataset(grain):
 
 
 def repeated_dataset(grain):
-    return map_dataset(grain).repeat(3)  # For ever, Grain would read 500 batches ahead.
+    return map_dataset(grain).repeat()
 
 
 def shuffled_in_a_window(grain):
