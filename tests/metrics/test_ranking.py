@@ -17,7 +17,7 @@ FOUND = 1 / np.log2([2, 3, 4, 5])  # What a gain counts by its place.
 def test_gains_are_discounted_by_place_and_compared_with_the_best_order():
     best = 3 * FOUND[0] + FOUND[1], 2 * FOUND[0]
     expected = (3 * FOUND[1] + FOUND[3]) / best[0], 2 * FOUND[2] / best[1]
-    for weights in np.float32([[1, 1], [3, 1]]):
+    for weights in np.array([[1, 1], [3, 1]], np.float32):
         value = value_of(ndcg, SCORES, GRADES, weights=weights)
         assert value == pytest.approx(np.average(expected, weights=weights))
     expected = 3 * FOUND[1] / best[0], 0
