@@ -85,10 +85,8 @@ def about_rows(owner: str, text: str, *, pad: bool) -> str:
 
 def _whole(owner: str, text: str) -> str:
     """Returns how to compute a loss or metric from whole batches."""
-    by_batch, undivided = (
-        "set across='batch' in the task",
-        "on one device or with strategy=Sharded()",
-    )
+    by_batch = "set across='batch' in the task"
+    undivided = "on one device or with strategy=Sharded()"
     if text and owner.startswith("The metric"):
         return f"set pad=False in the task, {undivided}, without accumulate and virtual_replicas"
     if text == "example_grads_hook":
