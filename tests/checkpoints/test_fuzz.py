@@ -51,7 +51,7 @@ def mutated(rng, content):
     ][rng.integers(10)]
 
 
-@pytest.mark.parametrize("n", [500, thorough(20_000)])
+@pytest.mark.parametrize("n", [1_000, thorough(20_000)])
 def test_a_damaged_file_of_weights_is_refused_or_read_right(tmp_path, n):
     content = save_weights(tmp_path / "whole.safetensors", WEIGHTS).read_bytes()
     path = tmp_path / "w.safetensors"
@@ -89,7 +89,7 @@ def test_a_damaged_file_of_a_step_is_refused_or_read_right(tmp_path, n):
 
 # After a failure, what Orbax still had under way complains that its event loop is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("n", [80, thorough(20_000)])
+@pytest.mark.parametrize("n", [100, thorough(20_000)])
 def test_a_step_whose_damage_is_sealed_is_refused_or_read_right(tmp_path, n):
     """As if the damage had come before the checksums: what reads the files must stand it."""
     step = save(tmp_path, STATE)

@@ -231,7 +231,7 @@ def test_damage_in_every_step_is_an_error_that_names_them_and_nothing_is_deleted
     with pytest.raises(ValueError, match="only .*corrupt-3-0.*corrupt-2-0.*corrupt-1-0"):
         restore(tmp_path, SMALL)
     with pytest.raises(ValueError, match="no intact checkpoint, only .*corrupt-2-0"):
-        CheckpointFileReader(tmp_path).read(SMALL)  # A run does not start anew.
+        CheckpointFileReader(tmp_path).read(SMALL)  # No run starts from scratch.
     assert len(list(tmp_path.iterdir())) == 3
 
 

@@ -127,6 +127,16 @@ def test_every_flipped_bit_is_detected(tmp_path):
     assert n_refused > 0.9 * 8 * len(content)
 
 
+def test_sizes_in_a_header_are_not_believed(tmp_path):
+    path = tmp_path / "w.safetensors"
+    huge = {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+    for header, length in ((huge, None), (huge, 2**62), ({}, 2**62), ([], None)):
+        text = json.dumps(header).encode()
+        path.write_bytes((length or len(text)).to_bytes(8, "little") + text + bytes(64))
+        with pytest.raises(ValueError, match="Cannot read weights from .*w.safetensors: its "):
+            load_weights(path)
+
+
 def test_names_of_a_file_are_names_and_no_paths(tmp_path):
     names = {"../../outside": jnp.ones(1), "/etc/x": jnp.ones(1), "a": {"..": jnp.ones(1)}}
     path = save_weights(tmp_path / "w.safetensors", names)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_files import SMALL, read, small_state
+from checkpoint_files import SMALL, read
 from marks import thorough
 
 from flaxfit import Checkpoint
@@ -54,11 +54,16 @@ def test_a_with_block_that_succeeds_deletes_the_steps_on_request(tmp_path, tools
 def test_a_replicated_state_is_saved_whole_and_may_be_donated_at_once(
     tmp_path, tools, asynchronous
 ):
-    placed = tools.replicated(tools.make_state(7))
-    consume = jax.jit(lambda params: jax.tree.map(lambda x: x * 0 - 1, params), donate_argnums=0)
+    state = tools.make_state(7)
+    placed = tools.replicated(state)
+    checkpoint = tools.make_checkpoint(7).replace(state=placed)
+    consume = jax.jit(
+        lambda state: jax.tree.map(lambda x: x * 0 if x.ndim else x, state.params),
+        donate_argnums=0,
+    )
     with CheckpointFileWriter(tmp_path, asynchronous=asynchronous) as writer:
-        writer(Checkpoint(step=7, state=placed, metrics={}))
-        jax.block_until_ready(consume(placed.params))
+        writer(checkpoint)
+        jax.block_until_ready(consume(placed))
         if not asynchronous:
             assert placed.params["Dense_0"]["kernel"].is_deleted()
     expected = tools.make_state(7)  # The placed state shared its buffers with the first one.
@@ -79,21 +84,26 @@ def test_arrays_that_are_gone_before_the_background_begins_are_saved(
     writer = CheckpointFileWriter(tmp_path)
     writer.asynchronous = True  # Also with a Python that cannot do so while it exits.
     monkeypatch.setattr(_contents, "undeleted", late)
-    state = jax.tree.map(jnp.copy, small_state(7))  # Buffers of its own.
+    state = jax.tree.map(jnp.copy, tools.make_state(7))  # Buffers of its own.
     state = tools.replicated(state) if place == "all devices" else state
-    writer(Checkpoint(step=7, state=state, metrics={}))
+    writer(tools.make_checkpoint(7).replace(state=state))
+    params = state.params
     if end == "donate":
-        jax.block_until_ready(jax.jit(lambda w: w * 0 - 1, donate_argnums=0)(state.params["w"]))
+        change = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+        jax.block_until_ready(change(params))
     else:
-        state.params["w"].delete()
+        jax.tree.map(lambda x: x.delete(), params)
     may_begin.set()
     writer.close()
-    tools.assert_same(restore(tmp_path, tools.abstract(small_state(7))), small_state(7))
+    expected = tools.make_state(7)
+    tools.assert_same(restore(tmp_path, tools.abstract(expected)), expected)
 
 
 def test_numpy_leaves_changed_after_the_call_do_not_reach_the_file(tmp_path, tools):
-    weights, position = np.arange(200_000, dtype=np.float64), {"next": 3}
-    checkpoint = tools.make_checkpoint(1).replace(state=SMALL.replace(params={"w": weights}))
+    state = tools.make_state()
+    weights = np.arange(200_000, dtype=np.float64)
+    checkpoint = tools.make_checkpoint(1).replace(state=state.replace(params={"w": weights}))
+    position = {"next": 3}
     with CheckpointFileWriter(tmp_path) as writer:
         writer(checkpoint.replace(data_state=position))
         weights[:] = 0
@@ -163,6 +173,8 @@ def test_a_failed_save_is_raised_by_the_next_call_or_close_and_harms_nothing(tmp
 
 
 def test_a_step_whose_files_cannot_be_merged_is_not_listed(tmp_path, tools, monkeypatch):
+    from flaxfit.checkpoints import _orbax
+
     def fail(writer, path, arrays):
         raise ValueError("its files are odd")
 
@@ -206,6 +218,12 @@ def test_a_save_that_cannot_begin_is_a_worded_error(tmp_path, tools):
     with pytest.raises(RuntimeError, match="Cannot save the checkpoint of step 1"):
         writer(tools.make_checkpoint(1))
         writer.close()
+
+
+@pytest.mark.parametrize("options", [{"keep": 0}, {"mode": "least"}, {"on_error": "ignore"}])
+def test_wrong_options_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        CheckpointFileWriter(tmp_path, **options)
 
 
 FULL_DISK = """

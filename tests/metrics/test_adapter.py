@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sklearn.metrics
-from measuring import value_of
 
 from flaxfit.metrics import as_metrics, auc, on
 
@@ -30,24 +29,33 @@ def probabilities(scores, labels):
     return jax.nn.sigmoid(scores), labels
 
 
-def test_metrics_of_clu_and_collections_of_them_are_taken_weights_included(clu, digits, measured):
+def test_clu_accuracy_is_taken_as_it_is_weights_included(clu, digits, measured):
     logits, labels, weights = digits
-    expected = {
-        "right": sklearn.metrics.accuracy_score(labels, logits.argmax(1), sample_weight=weights),
-        "mean": np.average(logits.mean(1), weights=weights),
-        "largest": np.average(logits.max(1), weights=weights),
-    }
-    collection = clu.Collection.create(
-        right=clu.Accuracy,
-        mean=clu.Average.from_output("logits"),
-        largest=clu.Average.from_fun(lambda logits, labels: logits.max(-1)),
-    )
+    expected = sklearn.metrics.accuracy_score(labels, logits.argmax(1), sample_weight=weights)
+    value = measured(metric_of(clu.Accuracy), logits, labels, weights=weights)
+    assert value == pytest.approx(expected, rel=1e-6)
+
+
+def test_clu_metrics_of_a_function_are_taken(clu, digits, measured):
+    logits, labels, weights = digits
+    metric_class = clu.Average.from_fun(lambda logits, labels: logits.max(-1))
+    value = measured(metric_of(metric_class), logits, labels, weights=weights)
+    assert value == pytest.approx(np.average(logits.max(1), weights=weights), rel=1e-6)
+
+
+def test_clu_metrics_of_a_named_output_are_taken(clu, digits, measured):
+    logits, labels, weights = digits
+    value = measured(metric_of(clu.Average.from_output("logits")), logits, labels, weights=weights)
+    assert value == pytest.approx(np.average(logits.mean(1), weights=weights), rel=1e-6)
+
+
+def test_a_collection_of_clu_is_a_mapping_of_its_metrics(clu, digits, measured):
+    logits, labels, weights = digits
+    collection = clu.Collection.create(right=clu.Accuracy, scores=clu.Average.from_output("logits"))
     metrics = as_metrics(collection)
-    assert list(metrics) == list(expected)
-    metrics["alone"], expected["alone"] = metric_of(clu.Accuracy), expected["right"]
-    for name, metric in metrics.items():
-        value = measured(metric, logits, labels, weights=weights)
-        assert value == pytest.approx(expected[name], rel=1e-6), name
+    assert list(metrics) == ["right", "scores"]
+    value = measured(metrics["right"], logits, labels, weights=weights)
+    assert value == measured(metric_of(clu.Accuracy), logits, labels, weights=weights)
 
 
 def test_the_loss_of_a_collection_of_clu_is_left_to_the_loop(clu):
@@ -123,7 +131,7 @@ def test_a_state_adds_up_over_devices(clu, digits):
     )
     shards = [array.reshape(4, 100, *array.shape[1:]) for array in (logits, labels, weights)]
     value = metric.compute(jax.device_get(step(*shards)))
-    whole = sklearn.metrics.accuracy_score(labels, logits.argmax(1), sample_weight=weights)
+    whole = metric.compute(jax.device_get(metric.measure(logits, labels, weights=weights)))
     assert value == pytest.approx(whole, rel=1e-6)
 
 
@@ -205,7 +213,7 @@ def test_a_class_that_compares_examples_is_refused():
     outputs, targets = np.random.default_rng(0).normal(size=(2, 8, 3)).astype(np.float32)
     metric = metric_of(Retrieved)
     with pytest.raises(ValueError, match="of a batch it gives another value than of its examples"):
-        value_of(metric, outputs, targets)
+        metric.compute(jax.device_get(metric.measure(outputs, targets)))
 
 
 @jax.tree_util.register_dataclass
