@@ -355,9 +355,11 @@ class Division(NamedTuple):
             return Proof(is_independent=False)
         # Two sizes are traced: a dimension that differs between the traces is an axis of rows, and
         # one that does not is a constant.
-        n, n_parts = max(2, self._part(batch)), self.n_replicas * self.n_parts
-        sizes, least = [(n, n_parts)] if n_parts > 1 else [], (2, max(2, -(-n // 2)))
+        n = self._part(batch)
+        n_parts = n_examples(batch) if self.by_example else self.n_replicas * self.n_parts
+        sizes = [(n, max(2, n_parts))] if n_parts > 1 or n == 1 else []
         # A remainder may have any size, and run at another.
+        least = 2, max(2, -(-n // 2))
         if self.may_pad and least not in sizes or not sizes:
             sizes.append(least)
         axis, proof = self.strategy.axis_name, Proof(is_independent=True)
@@ -372,8 +374,7 @@ class Division(NamedTuple):
                 proof = proof._replace(refusal=None)
             if not proof.is_independent:
                 break
-        # A dimension of 1 may be an axis of rows or be broadcast: single rows are tried.
-        return proof._replace(is_independent=proof.is_independent and self._part(batch) > 1)
+        return proof
 
     def _part(self, batch: Batch) -> int:
         """Returns the number of examples in a part of a batch."""
@@ -386,43 +387,39 @@ class Division(NamedTuple):
 
         All run the same programs, which take the amount of the perturbation as an argument.
         """
-        run, own = self.strategy.bind(self.run), self._local(state)
+        bind, own = self.strategy.bind, self._local(state)
+        run = bind(self.run)
         jit = (lambda f: f) if runs_eagerly(run) else jax.jit
 
         def made(function: Function) -> Function:
-            def moved(function: Function) -> Function:
-                return jit(lambda state, *others: function(_moved(*state), *others))
-
-            plain, chosen = moved(function), None
             is_differentiated = self.is_trained and proof.stops_gradients
+            forms = [with_tangents(function)] * is_differentiated + [function]
+            forms = [jit(lambda state, *others, f=f: f(_moved(*state), *others)) for f in forms]
 
             def call(state: PyTree, batch: Batch, seed: int) -> PyTree:
-                nonlocal chosen
-                if chosen is not None:
-                    return chosen(state, batch, states, seed)
                 try:
-                    first = moved(with_tangents(function)) if is_differentiated else plain
-                    found = first(state, batch, states, seed)
-                except Exception:  # A `jax.custom_vjp` or a callback has no tangents.
-                    first, found = plain, plain(state, batch, states, seed)
-                chosen = first
+                    found = forms[0](state, batch, states, seed)
+                    del forms[1:]
+                except Exception:
+                    if len(forms) == 1:
+                        raise
+                    # A `jax.custom_vjp` or a callback has no tangents.
+                    found = forms[1](state, batch, states, seed)
+                    del forms[0]
                 return found
 
             return call
 
-        evaluation = self.evaluation if proof.draws or self.is_noisy else None
+        evaluation, second = self.evaluation, Proof(is_independent=True)
         # A proof replaces the trial, which would refuse random numbers that a module draws from a
         # fixed key: equal for all seeds, but different for other batch sizes.
-        second = Proof(is_independent=True)
-        if evaluation is not None:
+        if evaluation is not None and (proof.draws or self.is_noisy):
             second = self._prove(evaluation, state, batch, states)
-        if second.is_independent:
-            evaluation = None
         axes = None, 0, None, None
         programs = _Programs(
             made(run),
             made(jax.vmap(self.run, axes, axis_name=self.strategy.axis_name)),
-            None if evaluation is None else made(self.strategy.bind(evaluation)),
+            None if evaluation is None or second.is_independent else made(bind(evaluation)),
             second.draws,
         )
 

@@ -118,7 +118,7 @@ def divider(kind: type) -> Callable[[Any], Parts] | None:
     if issubclass(kind, Mapping):
         return dict
     if issubclass(kind, list | tuple):
-        return _numbered
+        return lambda items: dict(enumerate(items))
     if issubclass(kind, Set):
         return dict.fromkeys
     is_of_user = kind.__module__.partition(".")[0] not in _LIBRARIES
@@ -128,10 +128,6 @@ def divider(kind: type) -> Callable[[Any], Parts] | None:
 
 def _metadata(variable: nnx.Variable) -> Parts:
     return variable.get_metadata()
-
-
-def _numbered(items: list[Any] | tuple[Any, ...]) -> Parts:
-    return dict(enumerate(items))
 
 
 class _Entry(NamedTuple):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.step._jaxpr import depends_on
-from flaxfit.tree import Array, Function, PyTree
+from flaxfit.tree import Function, PyTree, tangents
 
 
 def check_own_weights(owner: str, function: Function, outputs: PyTree, targets: PyTree) -> None:
@@ -18,23 +18,18 @@ def check_own_weights(owner: str, function: Function, outputs: PyTree, targets: 
     """
     if jax.config.jax_disable_jit:  # In debug mode, user code is not traced.
         return
-    leaves, structure = jax.tree.flatten(outputs)
-    is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-    floats = [leaf for leaf, f in zip(leaves, is_float, strict=True) if f]
 
-    def slope(leaves: list[Array], targets: PyTree, directions: list[Array]) -> PyTree:
-        def weights(*floats: Array) -> PyTree:
-            left = iter(floats)
-            outputs = [next(left) if f else x for x, f in zip(leaves, is_float, strict=True)]
-            found = function(*structure.unflatten(outputs), *targets)
+    def slope(outputs: PyTree, targets: PyTree, directions: PyTree) -> PyTree:
+        def weights(outputs: PyTree) -> PyTree:
+            found = function(*outputs, *targets)
             own = found[1] if isinstance(found, tuple) and len(found) > 1 else ()
             return jax.tree.map(lambda x: jnp.asarray(x, float), own)
 
-        floats = [x for x, f in zip(leaves, is_float, strict=True) if f]
-        return jax.jvp(weights, tuple(floats), tuple(directions))[1]
+        given = tangents(lambda x, direction: direction, outputs, directions)
+        return jax.jvp(weights, (outputs,), (given,))[1]
 
-    program = jax.make_jaxpr(slope)(leaves, targets, floats)
-    if depends_on(program, len(jax.tree.leaves((leaves, targets)))):
+    program = jax.make_jaxpr(slope)(outputs, targets, outputs)
+    if depends_on(program, len(jax.tree.leaves((outputs, targets)))):
         raise ValueError(
             f"The second array that {owner} returned is taken for weights, but it depends on the "
             "outputs of the model. Add the losses of several outputs, and pass metrics one by "

@@ -21,7 +21,7 @@ from flaxfit.step._model_call import with_updates
 from flaxfit.step._row_independence import FREE, Kind, OtherProgram, kinds_of_results
 from flaxfit.step._trial import CLOSE, COARSE, MODEL, N_ROWS, Pass
 from flaxfit.task import EvalTask, TrainTask, in_float32
-from flaxfit.tree import Array, Function, PyTree, path_of, shapes_of, unbound_axis
+from flaxfit.tree import Array, Function, PyTree, path_of, shapes_of, tangents, unbound_axis
 
 OBJECTIVE, SUMS = "The objective", "The metric {!r}, whose sums"
 _DRAWS = "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"
@@ -95,17 +95,12 @@ def with_tangents(run: Function) -> Function:
     """
 
     def both(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
-        leaves, structure = jax.tree.flatten(state.params)
-        is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-
-        def at(*floats: PyTree) -> tuple[tuple[PyTree, PyTree], Pass]:
-            moved, others = iter(floats), zip(leaves, is_float, strict=True)
-            params = structure.unflatten([next(moved) if each else x for x, each in others])
+        def at(params: PyTree) -> tuple[tuple[PyTree, PyTree], Pass]:
             found = run(state.replace(params=params), batch, states, seed)
             return (found.rows, found.penalty), found
 
-        floats = [x for x, each in zip(leaves, is_float, strict=True) if each]
-        _, slopes, found = jax.jvp(at, floats, [wave(x) for x in floats], has_aux=True)
+        directions = tangents(wave, state.params)
+        _, slopes, found = jax.jvp(at, (state.params,), (directions,), has_aux=True)
         rows, penalty = jax.tree.map(
             lambda x, slope: slope if jnp.issubdtype(x.dtype, jnp.inexact) else x,
             *((found.rows, found.penalty), slopes),

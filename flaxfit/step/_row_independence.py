@@ -7,7 +7,8 @@ for several sizes and lengthens a first step by a third or more.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -78,14 +79,13 @@ def kinds_of_results(
       OtherProgram: the programs differ in more than sizes.
     """
     a, b = getattr(one, "jaxpr", one), getattr(two, "jaxpr", two)
-    if len(a.eqns) != len(b.eqns) or len(a.outvars) != len(b.outvars):
+    if (len(a.constvars), len(a.outvars)) != (len(b.constvars), len(b.outvars)):
         raise OtherProgram
-    twins: dict[Any, Any] = dict(
-        zip((*a.invars, *a.constvars), (*b.invars, *b.constvars), strict=True)
-    )
-    known: dict[Any, Known] = dict(zip(a.invars, given, strict=True))
+    # By the variable of the second program: several may repeat one of the first, along the axis.
+    twins: dict[Any, Any] = dict(zip(b.invars + b.constvars, a.invars + a.constvars, strict=True))
+    known: dict[Any, Known] = dict(zip(b.invars, given, strict=True))
     constants = zip(getattr(one, "consts", ()), getattr(two, "consts", ()), strict=False)
-    for variable, (c, d) in zip(a.constvars, constants, strict=False):
+    for variable, (c, d) in zip(b.constvars, constants, strict=False):
         known[variable] = FREE if _same(c, d) else None
         if known[variable] is None and np.shape(c) == np.shape(d):  # Another table.
             raise OtherProgram
@@ -100,26 +100,50 @@ def kinds_of_results(
             if name in _COMPARISONS or not (both and _counts_rows(x.val, y.val, n, factor)):
                 raise OtherProgram
             return None
-        if twins[x] is not y:  # The operand comes from another equation: other data flow.
+        if twins[y] is not x:  # The operand comes from another equation: other data flow.
             raise OtherProgram
-        return known.get(x)
+        return known.get(y)
 
-    for x, y in zip(a.eqns, b.eqns, strict=True):
-        if x.primitive is not y.primitive or len(x.invars) != len(y.invars):
+    firsts = deque(a.eqns)
+    for y in b.eqns:
+        if n == 1 and (axis := _repeated(y, known, factor)) is not None:
+            twin, first = twins[y.invars[0]], firsts[0] if firsts else y
+            if first.primitive is not y.primitive or first.invars[0] is not twin:
+                twins[y.outvars[0]], known[y.outvars[0]] = twin, Kind(axis)
+                continue
+        x = firsts.popleft() if firsts else None
+        if x is None or x.primitive is not y.primitive or len(x.invars) != len(y.invars):
             raise OtherProgram
-        twins.update(zip(x.outvars, y.outvars, strict=True))
+        twins.update(zip(y.outvars, x.outvars, strict=True))
         name = x.primitive.name
         operands = [of(*pair, name) for pair in zip(x.invars, y.invars, strict=True)]
         found = [None] * len(x.outvars)
         if None not in operands:
             found = _results(_Pair(x, y, operands, n, factor))
-        for variable, kind, shapes in zip(x.outvars, found, _shapes(x, y), strict=True):
+        for variable, kind, shapes in zip(y.outvars, found, _shapes(x, y), strict=True):
             if (axes := _differing(*shapes, factor)) is None:
                 raise OtherProgram
             # The axis that a rule claims must be the one axis whose size differs.
             claimed = [] if kind is None or kind.axis is None else [kind.axis]
             known[variable] = kind if axes == claimed else None
+    if firsts:
+        raise OtherProgram
     return [of(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
+
+
+def _repeated(equation: Any, known: Mapping[Any, Known], n: int) -> int | None:
+    """Returns the axis along which an equation repeats an array `n` times, if it does no more.
+
+    For one row that is no operation, and JAX leaves it out.
+    """
+    if equation.primitive.name != "broadcast_in_dim":
+        return None
+    given, new = equation.invars[0], _shape(equation.outvars[0])
+    is_free = not isinstance(given, Literal) and known.get(given) == FREE
+    if not is_free or equation.params["broadcast_dimensions"] != (*range(len(new)),):
+        return None
+    axes = _differing(_shape(given), new, n)
+    return axes[0] if axes and len(axes) == 1 else None
 
 
 class _Pair(NamedTuple):
@@ -208,11 +232,6 @@ def _reshaped(pair: _Pair, axis: int) -> bool:
     return math.prod(old[: kind.axis]) == math.prod(new[:axis]) and new[axis] % pair.n == 0
 
 
-def _transposed(pair: _Pair, axis: int) -> bool:
-    order = pair.one.params["permutation"]
-    return pair.agree() and order[axis] == pair.operands[0].axis
-
-
 def _multiplied(pair: _Pair, axis: int) -> bool:
     names = "dimension_numbers", "precision", "preferred_element_type"
     (contracted, batched) = pair.one.params["dimension_numbers"]
@@ -297,16 +316,13 @@ def _gathered(pair: _Pair, axis: int) -> bool:
     return is_along and beside.get(array.axis) == indices.axis
 
 
-def _counted(pair: _Pair, axis: int) -> bool:
-    """Whether an iota counts along another axis than that of the rows."""
-    return pair.agree("dimension", "dtype") and pair.one.params["dimension"] != axis
-
-
 _RULES: dict[str, Callable[[_Pair, int], bool]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshaped,
     "squeeze": lambda pair, axis: pair.agree(),
-    "transpose": _transposed,
+    "transpose": lambda pair, axis: (
+        pair.agree() and pair.one.params["permutation"][axis] == pair.operands[0].axis
+    ),
     "dot_general": _multiplied,
     "conv_general_dilated": _convolved,
     "reduce_window_max": _pooled,
@@ -315,7 +331,10 @@ _RULES: dict[str, Callable[[_Pair, int], bool]] = {
     "slice": _sliced,
     "dynamic_slice": _windowed,
     "gather": _gathered,
-    "iota": _counted,
+    # It counts along another axis than that of the rows.
+    "iota": lambda pair, axis: (
+        pair.agree("dimension", "dtype") and pair.one.params["dimension"] != axis
+    ),
 }
 
 

@@ -169,38 +169,29 @@ def try_halves(
         may then differ.
       all_rows: whether to take all examples, as it also does if half of a few are too few.
     """
-    given, batch = batch, _picked(batch, slice(None)) if all_rows else some_rows(run, state, batch)
-    n = n_examples(batch) // 2
-    seeds = range(2 if draws else 1)
-    wholes = [_read(run(state, _picked(batch, slice(2 * n)), seed)) for seed in seeds]
-    if draws and _arrays((wholes[0].state, wholes[0].penalty)):
-        seeds = range(_N_SEEDS)
-        wholes += [_read(run(state, _picked(batch, slice(2 * n)), seed)) for seed in seeds[2:]]
-    first, second = (_picked(batch, part) for part in (slice(n), slice(n, 2 * n)))
-    try:
-        if together is not None:
-            stacked = jax.tree.map(lambda a, b: np.stack([a, b]), first, second)
-            both = [_read(together(state, stacked, seed)) for seed in seeds]
-            ones, twos = ([jax.tree.map(lambda x, i=i: x[i], x) for x in both] for i in (0, 1))
-        else:
-            ones = [_read(run(state, first, seed)) for seed in seeds]
-            after = state if continued is None else continued(state, ones[0].state)
-            twos = [_read(run(after, second, seed)) for seed in seeds]
-    except Exception:
-        if all_rows:  # It accepts one batch size only: a divided batch raises its own error.
-            return Difference()
-        return try_halves(
-            *(run, state, given),
-            together=together,
-            continued=continued,
-            before=before,
-            compute=compute,
-            close=close,
-            averages=averages,
-            is_noisy=is_noisy,
-            draws=draws,
-            all_rows=True,
+    few = [] if all_rows else [some_rows(run, state, batch)]
+    for rows in (*few, _picked(batch, slice(None))):
+        n = n_examples(rows) // 2
+        whole, first, second = (
+            _picked(rows, slice(*ends)) for ends in ((2 * n,), (n,), (n, 2 * n))
         )
+        seeds = range(2 if draws else 1)
+        wholes = [_read(run(state, whole, seed)) for seed in seeds]
+        if draws and _arrays((wholes[0].state, wholes[0].penalty)):
+            seeds = range(_N_SEEDS)
+            wholes += [_read(run(state, whole, seed)) for seed in seeds[2:]]
+        with contextlib.suppress(Exception):
+            if together is not None:
+                stacked = jax.tree.map(lambda a, b: np.stack([a, b]), first, second)
+                both = [_read(together(state, stacked, seed)) for seed in seeds]
+                ones, twos = ([jax.tree.map(lambda x, i=i: x[i], x) for x in both] for i in (0, 1))
+            else:
+                ones = [_read(run(state, first, seed)) for seed in seeds]
+                after = state if continued is None else continued(state, ones[0].state)
+                twos = [_read(run(after, second, seed)) for seed in seeds]
+            break
+    else:  # It accepts one batch size only: a divided batch raises its own error.
+        return Difference()
     whole, one, two = wholes[0], ones[0], twos[0]
     if one.rows.keys() != whole.rows.keys():
         return Difference(rows=MODEL)

@@ -20,6 +20,7 @@ from flaxfit.tree._dtypes import (
     narrow,
     narrow_dtype,
     of_torch,
+    tangents,
     to_numpy,
     widened,
 )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import Array, ArrayLike, Function, PyTree
 
 _KINDS = "biufcV"
 # JAX promotes no integers of less than a byte, so that few layers and losses take them.
@@ -24,6 +24,16 @@ def is_array(leaf: ArrayLike) -> bool:
 def is_key(leaf: ArrayLike) -> bool:
     """Returns whether a leaf is a typed random key, or describes one."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def tangents(of: Function, tree: PyTree, *others: PyTree) -> PyTree:
+    """Maps float arrays to their tangents for `jax.jvp`; arrays of other dtypes have none."""
+
+    def tangent(x: Array, *rest: ArrayLike) -> ArrayLike:
+        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+        return of(x, *rest) if is_float else np.zeros(x.shape, jax.dtypes.float0)
+
+    return jax.tree.map(tangent, tree, *others)
 
 
 def is_named(part: PyTree) -> bool:

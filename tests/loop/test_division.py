@@ -652,7 +652,7 @@ def test_a_remainder_that_is_computed_otherwise_is_not_padded(size, least):
 @pytest.mark.parametrize(
     "options", [{"accumulate": 4}, slow({"example_grads_hook": lambda grads: grads})]
 )
-def test_parts_of_one_row_are_tried(options):
+def test_a_row_that_is_computed_otherwise_alone_is_no_part(options):
     def scaled(w, x, _):
         return (2.0 if len(x) > 1 else 1.0) * x @ w
 

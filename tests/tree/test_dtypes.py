@@ -1,8 +1,9 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.tree._dtypes import is_array, narrow, narrow_dtype
+from flaxfit.tree._dtypes import is_array, narrow, narrow_dtype, tangents
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,11 @@ def test_a_narrow_array_is_returned_itself():
 def test_arrays_are_told_from_scalars_and_lists():
     assert is_array(np.zeros(2)) and is_array(jnp.zeros(2))
     assert not any(map(is_array, (np.float32(1), 1.0, [1.0], "text", None)))
+
+
+def test_only_floats_have_tangents():
+    tree = {"w": jnp.float32([2.0, 3.0]), "n": jnp.int32([2]), "key": jax.random.key(0)}
+    moves = tangents(lambda x, scale: scale * x, tree, {"w": 10.0, "n": 0, "key": 0})
+    assert moves["n"].dtype == moves["key"].dtype == jax.dtypes.float0
+    slope = jax.jvp(lambda t: (t["w"] ** 2).sum() * t["n"][0], (tree,), (moves,))[1]
+    assert slope == 2 * (2 * 2 * 20 + 2 * 3 * 30)
