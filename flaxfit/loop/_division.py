@@ -369,8 +369,8 @@ class Division(NamedTuple):
             proof = prove(bound if axis is None else run, *given, is_chained=is_chained)
             if proof.names_axis:
                 return prove(bound, *given)._replace(is_independent=False, names_axis=True)
-            # Training may never run another size, and one row may be too few for a loss that gathers
-            # the rows of all replicas: these refusals are no errors.
+            # Training may never run another size; one row may be too few for a loss that gathers
+            # the rows of all replicas.
             if number > 0 or size != n or n == 1 or self.strategy.n_processes > 1:
                 proof = proof._replace(refusal=None)
             if not proof.is_independent:

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from flaxfit.tree import PyTree, tangents
 
 _OF_UNKNOWN_LENGTH = ("while", "pallas_call", "ffi_call", "pure_callback", "io_callback")
 
@@ -15,6 +17,24 @@ def parts_of(equation: JaxprEqn) -> list[Jaxpr]:
     """Returns the jaxprs in the parameters of an equation, such as the body of a loop."""
     parameters = jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_program)
     return [each for each in parameters if _is_program(each)]
+
+
+def with_derivatives(equation: JaxprEqn) -> Any:
+    """Traces an equation as `(operands, directions) -> (results, derivatives)`, by its own rule.
+
+    The operands are those that are no literals.
+    """
+    operands: list[Any] = [each for each in equation.invars if not isinstance(each, Literal)]
+    parts = {"invars": operands, "outvars": [*equation.outvars], "eqns": [equation]}
+    closed = jax.make_jaxpr(lambda: ())()
+    run = jaxpr_as_fun(type(closed)(closed.jaxpr.replace(**parts), ()))
+
+    def both(operands: list[PyTree], directions: list[PyTree]) -> PyTree:
+        along = tangents(lambda _, direction: direction, operands, directions)
+        return jax.jvp(lambda operands: run(*operands), (operands,), (along,))
+
+    shapes = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in operands]
+    return jax.make_jaxpr(both)(shapes, shapes)
 
 
 def holds(program: Jaxpr, name: str) -> bool:

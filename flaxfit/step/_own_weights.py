@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.step._jaxpr import depends_on
-from flaxfit.tree import Function, PyTree, tangents
+from flaxfit.tree import Array, Function, PyTree, tangents
 
 
 def check_own_weights(owner: str, function: Function, outputs: PyTree, targets: PyTree) -> None:
@@ -18,18 +18,19 @@ def check_own_weights(owner: str, function: Function, outputs: PyTree, targets: 
     """
     if jax.config.jax_disable_jit:  # In debug mode, user code is not traced.
         return
+    leaves, structure = jax.tree.flatten(outputs)
 
-    def slope(outputs: PyTree, targets: PyTree, directions: PyTree) -> PyTree:
-        def weights(outputs: PyTree) -> PyTree:
-            found = function(*outputs, *targets)
+    def slope(leaves: list[Array], targets: PyTree, directions: list[Array]) -> PyTree:
+        def weights(leaves: list[Array]) -> PyTree:
+            found = function(*structure.unflatten(leaves), *targets)
             own = found[1] if isinstance(found, tuple) and len(found) > 1 else ()
             return jax.tree.map(lambda x: jnp.asarray(x, float), own)
 
-        given = tangents(lambda x, direction: direction, outputs, directions)
-        return jax.jvp(weights, (outputs,), (given,))[1]
+        along = tangents(lambda _, direction: direction, leaves, directions)
+        return jax.jvp(weights, (leaves,), (along,))[1]
 
-    program = jax.make_jaxpr(slope)(outputs, targets, outputs)
-    if depends_on(program, len(jax.tree.leaves((outputs, targets)))):
+    program = jax.make_jaxpr(slope)(leaves, targets, leaves)
+    if depends_on(program, len(jax.tree.leaves((leaves, targets)))):
         raise ValueError(
             f"The second array that {owner} returned is taken for weights, but it depends on the "
             "outputs of the model. Add the losses of several outputs, and pass metrics one by "

@@ -25,6 +25,7 @@ from flaxfit.tree import Array, Function, PyTree, path_of, shapes_of, tangents, 
 
 OBJECTIVE, SUMS = "The objective", "The metric {!r}, whose sums"
 _DRAWS = "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"
+_OWN_GRADIENTS = "stop_gradient", "custom_jvp_call"
 STATISTICS = "batch_stats"
 """The collection of BatchNorm's running statistics, which depend on the division."""
 
@@ -95,12 +96,14 @@ def with_tangents(run: Function) -> Function:
     """
 
     def both(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
-        def at(params: PyTree) -> tuple[tuple[PyTree, PyTree], Pass]:
+        leaves, structure = jax.tree.flatten(state.params)
+
+        def at(leaves: list[Array]) -> tuple[tuple[PyTree, PyTree], Pass]:
+            params = structure.unflatten(leaves)
             found = run(state.replace(params=params), batch, states, seed)
             return (found.rows, found.penalty), found
 
-        directions = tangents(wave, state.params)
-        _, slopes, found = jax.jvp(at, (state.params,), (directions,), has_aux=True)
+        _, slopes, found = jax.jvp(at, (leaves,), (tangents(wave, leaves),), has_aux=True)
         rows, penalty = jax.tree.map(
             lambda x, slope: slope if jnp.issubdtype(x.dtype, jnp.inexact) else x,
             *((found.rows, found.penalty), slopes),
@@ -220,7 +223,7 @@ class Proof(NamedTuple):
     close: float = COARSE
     """The tolerance for rounding between programs of different sizes."""
     stops_gradients: bool = True
-    """Whether the pass may use `jax.lax.stop_gradient`, which hides from values what is mixed."""
+    """Whether the pass may hide from values what is mixed, by `stop_gradient` or `custom_jvp`."""
     refusal: Exception | None = None
     """The error of tracing the first number of examples, if any."""
 
@@ -252,7 +255,7 @@ def prove(
       state: the state.
       batch: a batch, or its shapes.
       states: the variables of companions.
-      n: the number of examples in the first trace, at least 2.
+      n: the number of examples in the first trace.
       factor: the second trace has `factor * n` examples.
       is_chained: whether each part starts from the model state of the previous one.
     """
@@ -277,7 +280,7 @@ def prove(
     allowed = [
         kinds for tree, kinds in zip(found, wanted, strict=True) for _ in jax.tree.leaves(tree)
     ]
-    draws, stops = any(holds(one, name) for name in _DRAWS), holds(one, "stop_gradient")
+    draws, stops = (any(holds(one, name) for name in names) for names in (_DRAWS, _OWN_GRADIENTS))
     close = COARSE if computes_in_16_bits(one) else CLOSE
     try:
         kinds = kinds_of_results(one, two, leaves, n, factor)

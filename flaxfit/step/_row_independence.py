@@ -6,6 +6,7 @@ unproven. It is not complete: an unproven program is tried on data instead, whic
 for several sizes and lengthens a first step by a third or more.
 """
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from jax.extend.core import Literal
 
-from flaxfit.step._jaxpr import parts_of
+from flaxfit.step._jaxpr import parts_of, with_derivatives
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -58,7 +59,7 @@ class OtherProgram(Exception):
 
 
 def kinds_of_results(
-    one: Any, two: Any, given: Sequence[Known], n: int, factor: int
+    one: Any, two: Any, given: Sequence[Known], n: int, factor: int, *, is_rule: bool = False
 ) -> list[Known]:
     """Proves how the results of a program depend on rows.
 
@@ -71,6 +72,7 @@ def kinds_of_results(
       given: the kinds of the arguments.
       n: the number of rows in the first.
       factor: the ratio of the numbers of rows.
+      is_rule: whether the programs are rules of derivatives, which are not differentiated.
 
     Returns:
       The kinds of the results; None for those of unknown primitives.
@@ -81,7 +83,7 @@ def kinds_of_results(
     a, b = getattr(one, "jaxpr", one), getattr(two, "jaxpr", two)
     if (len(a.constvars), len(a.outvars)) != (len(b.constvars), len(b.outvars)):
         raise OtherProgram
-    # By the variable of the second program: several may repeat one of the first, along the axis.
+    # Keyed by the variable of the second program: several may repeat one variable of the first.
     twins: dict[Any, Any] = dict(zip(b.invars + b.constvars, a.invars + a.constvars, strict=True))
     known: dict[Any, Known] = dict(zip(b.invars, given, strict=True))
     constants = zip(getattr(one, "consts", ()), getattr(two, "consts", ()), strict=False)
@@ -108,18 +110,19 @@ def kinds_of_results(
     for y in b.eqns:
         if n == 1 and (axis := _repeated(y, known, factor)) is not None:
             twin, first = twins[y.invars[0]], firsts[0] if firsts else y
+            # Unless the first program has this broadcast, too.
             if first.primitive is not y.primitive or first.invars[0] is not twin:
                 twins[y.outvars[0]], known[y.outvars[0]] = twin, Kind(axis)
                 continue
         x = firsts.popleft() if firsts else None
-        if x is None or x.primitive is not y.primitive or len(x.invars) != len(y.invars):
+        if x is None or x.primitive is not y.primitive or _sizes(x) != _sizes(y):
             raise OtherProgram
         twins.update(zip(y.outvars, x.outvars, strict=True))
         name = x.primitive.name
         operands = [of(*pair, name) for pair in zip(x.invars, y.invars, strict=True)]
         found = [None] * len(x.outvars)
         if None not in operands:
-            found = _results(_Pair(x, y, operands, n, factor))
+            found = _results(_Pair(x, y, operands, n, factor, is_rule))
         for variable, kind, shapes in zip(y.outvars, found, _shapes(x, y), strict=True):
             if (axes := _differing(*shapes, factor)) is None:
                 raise OtherProgram
@@ -131,10 +134,14 @@ def kinds_of_results(
     return [of(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
 
 
-def _repeated(equation: Any, known: Mapping[Any, Known], n: int) -> int | None:
-    """Returns the axis along which an equation repeats an array `n` times, if it does no more.
+def _sizes(equation: Any) -> tuple[int, int]:
+    return len(equation.invars), len(equation.outvars)
 
-    For one row that is no operation, and JAX leaves it out.
+
+def _repeated(equation: Any, known: Mapping[Any, Known], factor: int) -> int | None:
+    """Returns the axis along which an equation only repeats an array `factor` times; else None.
+
+    JAX leaves such an equation out of the program for one row.
     """
     if equation.primitive.name != "broadcast_in_dim":
         return None
@@ -142,7 +149,7 @@ def _repeated(equation: Any, known: Mapping[Any, Known], n: int) -> int | None:
     is_free = not isinstance(given, Literal) and known.get(given) == FREE
     if not is_free or equation.params["broadcast_dimensions"] != (*range(len(new)),):
         return None
-    axes = _differing(_shape(given), new, n)
+    axes = _differing(_shape(given), new, factor)
     return axes[0] if axes and len(axes) == 1 else None
 
 
@@ -155,6 +162,7 @@ class _Pair(NamedTuple):
     n: int
     """The number of rows in the first program."""
     factor: int
+    is_rule: bool
 
     @property
     def name(self) -> str:
@@ -164,6 +172,11 @@ class _Pair(NamedTuple):
     def axes(self) -> set[int]:
         """The row axes of the operands."""
         return {each.axis for each in self.operands if each.axis is not None}
+
+    @property
+    def rows(self) -> Known:
+        """The kind of a result that keeps the rows of an operand, at the axis that differs."""
+        return None if self.axis is None else Kind(self.axis)
 
     @property
     def axis(self) -> int | None:
@@ -179,6 +192,12 @@ class _Pair(NamedTuple):
     def all(self, kind: Known) -> list[Known]:
         return [kind] * len(self.one.outvars)
 
+    def kinds(self, programs: Sequence[Any], given: Sequence[Known]) -> list[Known]:
+        """Returns the kinds of the results of inner programs."""
+        return kinds_of_results(
+            programs[0], programs[1], given, self.n, self.factor, is_rule=self.is_rule
+        )
+
 
 def _results(pair: _Pair) -> list[Known]:
     name, operands = pair.name, pair.operands
@@ -187,10 +206,12 @@ def _results(pair: _Pair) -> list[Known]:
     if name in _CALLS:
         one, two = (parts_of(each) for each in (pair.one, pair.two))
         if len(one) == len(two) == 1 and len(_invars(one[0])) == len(operands):
-            return kinds_of_results(one[0], two[0], operands, pair.n, pair.factor)
+            found = pair.kinds([one[0], two[0]], operands)
+            is_kept = name != "custom_jvp_call" or pair.is_rule or _keeps_derivatives(pair, found)
+            return found if is_kept else pair.all(None)
         return pair.all(None)
     if name == "random_bits":  # Independent rows, although another size draws other numbers.
-        return pair.all(Kind(pair.axis) if operands == [FREE] else None)
+        return pair.all(pair.rows if operands == [FREE] else None)
     if not any(_differ(pair)) and all(each == FREE for each in operands):
         return pair.all(FREE if pair.agree() else None)
     if len(pair.axes) > 1 and name not in ("dot_general", "gather"):
@@ -198,17 +219,28 @@ def _results(pair: _Pair) -> list[Known]:
     if name in _ELEMENTWISE:
         if not pair.agree():
             raise OtherProgram
-        return pair.all(Kind(pair.axis))
+        return pair.all(pair.rows)
     if name in _REDUCTIONS:  # A reduction over the row axis mixes rows.
         is_gone = bool(pair.axes & {*pair.one.params["axes"]})
-        return pair.all(Kind(pair.axis) if pair.agree() and not is_gone else None)
+        return pair.all(pair.rows if pair.agree() and not is_gone else None)
     if name in _ALONG:
         along = pair.one.params[_ALONG[name]]
         is_along = pair.axes & {*along} if isinstance(along, tuple) else along in pair.axes
-        return pair.all(Kind(pair.axis) if pair.agree() and not is_along else None)
+        return pair.all(pair.rows if pair.agree() and not is_along else None)
     rule, axis = _RULES.get(name), pair.axis
     keeps_rows = rule is not None and axis is not None and rule(pair, axis)
     return pair.all(Kind(axis) if keeps_rows else None)
+
+
+def _keeps_derivatives(pair: _Pair, found: list[Known]) -> bool:
+    """Whether a custom rule gives the derivatives of results of these kinds the same kinds."""
+    is_variable = [not isinstance(each, Literal) for each in pair.one.invars]
+    given = [*itertools.compress(pair.operands, is_variable)] * 2
+    try:
+        rules = [with_derivatives(each) for each in (pair.one, pair.two)]
+    except Exception:  # Results without derivatives, such as integers.
+        return False
+    return pair._replace(is_rule=True).kinds(rules, given) == found * 2
 
 
 def _differ(pair: _Pair) -> list[bool]:
@@ -350,7 +382,7 @@ def _scanned(pair: _Pair) -> list[Known]:
     n_before, n_carry = len(pair.operands) - n_over, len(pair.one.outvars) - n_stacked
     over = [_shifted(each, -1) for each in pair.operands[n_before:]]
     given = [*pair.operands[:n_before], *over]
-    found = kinds_of_results(bodies[0], bodies[1], given, pair.n, pair.factor)
+    found = pair.kinds(bodies, given)
     carry = pair.operands[n_before - n_carry : n_before]
     # Induction over the iterations: the carry must leave the body as it entered.
     if None in given or found[:n_carry] != carry:

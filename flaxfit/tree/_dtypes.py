@@ -26,14 +26,18 @@ def is_key(leaf: ArrayLike) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def tangents(of: Function, tree: PyTree, *others: PyTree) -> PyTree:
-    """Maps float arrays to their tangents for `jax.jvp`; arrays of other dtypes have none."""
+def tangents(direction_of: Function, arrays: list[Array], *others: list[Array]) -> list[ArrayLike]:
+    """Returns the directions of arrays as `jax.jvp` takes them: other dtypes than floats have none.
 
-    def tangent(x: Array, *rest: ArrayLike) -> ArrayLike:
+    >>> [x.dtype.name for x in tangents(lambda x: 2 * x, [jnp.float32(1), jnp.int32(1)])]
+    ['float32', 'void8']
+    """
+
+    def tangent(x: Array, *rest: Array) -> ArrayLike:
         is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-        return of(x, *rest) if is_float else np.zeros(x.shape, jax.dtypes.float0)
+        return direction_of(x, *rest) if is_float else np.zeros(x.shape, jax.dtypes.float0)
 
-    return jax.tree.map(tangent, tree, *others)
+    return [*map(tangent, arrays, *others)]
 
 
 def is_named(part: PyTree) -> bool:

@@ -16,6 +16,7 @@ rng = np.random.default_rng(0)
 X = rng.normal(size=(20, 4)).astype(np.float32)
 Y = rng.normal(size=(20, 2)).astype(np.float32)
 W = rng.normal(size=(4, 2)).astype(np.float32)
+TABLE = np.eye(4, dtype=np.float32)
 ONE = jax.devices()[:1]
 FOUR = {
     "shard_map": lambda: ff.DataParallel(jax.devices()[:4]),
@@ -649,15 +650,50 @@ def test_a_remainder_that_is_computed_otherwise_is_not_padded(size, least):
     assert found == pytest.approx(((outputs - Y) ** 2).mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options", [{"accumulate": 4}, slow({"example_grads_hook": lambda grads: grads})]
-)
-def test_a_row_that_is_computed_otherwise_alone_is_no_part(options):
-    def scaled(w, x, _):
-        return (2.0 if len(x) > 1 else 1.0) * x @ w
+def scaled(w, x, _):
+    return (2.0 if len(x) > 1 else 1.0) * x @ w
 
+
+def beside_a_table(w, x, _):
+    """A single row is multiplied with each row of the table, four rows with one each."""
+    return (x + (x * TABLE).mean(0)) @ w
+
+
+def apart_in_values(w, x, _):
+    return centered(x @ w)
+
+
+@jax.custom_jvp
+def centered(x):
+    return jnp.tanh(x)
+
+
+@centered.defjvp
+def _centered(x, direction):
+    return centered(x[0]), direction[0] - direction[0].mean(0)
+
+
+@pytest.mark.parametrize("function", [scaled, beside_a_table, apart_in_values])
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulate": 4}, {"strategy": "four"}, slow({"example_grads_hook": lambda grads: grads})],
+)
+def test_a_model_that_computes_single_rows_differently_is_not_divided_into_them(function, options):
+    is_one = "strategy" not in options
+    options = {**options, "strategy": ff.DataParallel(ONE) if is_one else FOUR["shard_map"]()}
     with pytest.raises(ValueError, match="model mixes examples of a batch"):
-        model_of(scaled, ff.DataParallel(ONE), **options).fit(X, Y, 4, verbose=0)
+        model_of(function, **options).fit(X, Y, 4, verbose=0)
+
+
+def test_a_model_of_an_operation_for_each_row_is_divided():
+    def stacked(w, x, _):
+        return jnp.stack([jnp.tanh(row) for row in x]) @ w
+
+    losses = [
+        model_of(stacked, strategy()).fit(X, Y, 4, shuffle=False, verbose=0)["loss"][0]
+        for strategy in (lambda: ff.DataParallel(ONE), FOUR["shard_map"])
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def straight_through(mean):

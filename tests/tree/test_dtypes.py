@@ -56,8 +56,8 @@ def test_arrays_are_told_from_scalars_and_lists():
 
 
 def test_only_floats_have_tangents():
-    tree = {"w": jnp.float32([2.0, 3.0]), "n": jnp.int32([2]), "key": jax.random.key(0)}
-    moves = tangents(lambda x, scale: scale * x, tree, {"w": 10.0, "n": 0, "key": 0})
-    assert moves["n"].dtype == moves["key"].dtype == jax.dtypes.float0
-    slope = jax.jvp(lambda t: (t["w"] ** 2).sum() * t["n"][0], (tree,), (moves,))[1]
+    arrays = [jnp.float32([2.0, 3.0]), jnp.int32([2]), jax.random.key(0)]
+    moves = tangents(lambda x, scale: scale * x, arrays, [10.0, 0, 0])
+    assert [x.dtype for x in moves[1:]] == [jax.dtypes.float0] * 2
+    slope = jax.jvp(lambda x: (x[0] ** 2).sum() * x[1][0], (arrays,), (moves,))[1]
     assert slope == 2 * (2 * 2 * 20 + 2 * 3 * 30)
