@@ -1,7 +1,6 @@
 """Numbers, lines, charts and HTML for terminals and notebooks, and how lines are written."""
 
 from flaxfit.display import _html as html
-from flaxfit.display._cell import passing
 from flaxfit.display._chart import sparkline, svg_chart
 from flaxfit.display._html import arrays, card, n_numbers, table
 from flaxfit.display._lines import (
@@ -23,6 +22,7 @@ from flaxfit.display._streams import (
     is_live,
     is_notebook,
     output,
+    passing,
     printable,
     quiet,
     say,

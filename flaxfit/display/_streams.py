@@ -5,13 +5,26 @@ import contextvars
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from flaxfit.display._cell import passing
 from flaxfit.display._lines import WIDTH, folded
 from flaxfit.distributed import is_main
+
+# Empty text would show an empty line or box; empty HTML shows nothing.
+_NOTHING = {"text/plain": "", "text/html": ""}
+
+
+def passing(text: str = "") -> Callable[[str], None]:
+    """Shows text in a cell's output; returns a function that changes it, or removes it by ""."""
+    from IPython import display as ipython  # A notebook has it.
+
+    def data(text: str) -> dict[str, str]:
+        return {"text/plain": text} if text.strip() else _NOTHING
+
+    cell: Any = ipython.display(data(text), raw=True, display_id=True)
+    return lambda text: cell.update(data(text), raw=True)
 
 
 def is_notebook() -> bool:

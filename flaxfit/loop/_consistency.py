@@ -68,11 +68,11 @@ class Consistency:
             }
             self._compare("the program of a step", named)
 
-    def checkpoint(self, step: int, state: PyTree) -> None:
+    def checkpoint(self, step: int, read_state: Callable[[], PyTree]) -> None:
         """Checks that all processes reached this checkpoint by the same programs, in one state."""
         if self.is_needed:
             self._say(f"a checkpoint at step {step:,}, by programs of the sum {self._stepped:08x}")
-            sums = _sums(state)
+            sums = _sums(read_state())
             self._compare("the state", {f"{x} after step {step:,}": sums[x] for x in sums})
 
     def stop(self, wanted: bool) -> bool:

@@ -67,10 +67,12 @@ class Cursor:
                 item, position = self._fetched[-1]
                 self._fetched[-1] = detached(item), position
             try:
-                item = self._next()
+                item = self.stream.next_rows() if self.takes_rows else next(self.stream)
             except StopIteration:
                 self._has_run_out = True
                 break
+            if self._makes_arrays and not self.takes_rows:
+                _make_read_only(item)
             is_known = is_ahead or n > 1
             self._fetched.append((item, self.stream_position() if is_known else None))
         return [item for item, _ in self._fetched[:n]]
@@ -111,14 +113,6 @@ class Cursor:
     def whole(self) -> PyTree:
         """Returns all examples as one batch; None if the stream cannot give them."""
         return self.stream.whole() if hasattr(self.stream, "whole") else None
-
-    def _next(self) -> PyTree:
-        if self.takes_rows:
-            return self.stream.next_rows()
-        item = next(self.stream)
-        if self._makes_arrays:
-            _make_read_only(item)
-        return item
 
 
 def _make_read_only(item: PyTree) -> None:

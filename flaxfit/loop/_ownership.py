@@ -8,7 +8,7 @@ import numpy as np
 
 from flaxfit.state import Borrowed, Checkpoint
 from flaxfit.strategies import Strategy
-from flaxfit.tree import ArrayLike, PyTree, is_key
+from flaxfit.tree import PyTree
 
 Copier: TypeAlias = Callable[[PyTree], Any]
 """A function that copies a tree of placed arrays."""
@@ -22,8 +22,7 @@ def copier(where: str, strategy: Strategy) -> Copier | None:
     'ndarray'
 
     Args:
-      where: "device"; "host", as whole NumPy arrays, except random keys, which stay keys; or
-        "none".
+      where: "device"; "host", as whole NumPy arrays; or "none".
       strategy: the strategy that placed the arrays.
 
     Raises:
@@ -37,20 +36,16 @@ def copier(where: str, strategy: Strategy) -> Copier | None:
             f'{strategy.n_processes}: use "device", and flaxfit.gather where whole arrays are '
             "needed."
         )
-
-    def to_host(x: ArrayLike) -> Any:
-        # Not `np.asarray`: on a CPU it may alias the buffer that the next step writes to.
-        return strategy.collect(x) if is_key(x) else np.array(x)
-
     if where == "none":
         return None
-    return strategy.collect if where == "device" else lambda tree: jax.tree.map(to_host, tree)
+    # Not `np.asarray`: on a CPU it may alias the buffer that the next step writes to.
+    return strategy.collect if where == "device" else lambda tree: jax.tree.map(np.array, tree)
 
 
 def owned(checkpoint: Checkpoint, copy: Copier) -> Checkpoint:
     """Returns a checkpoint with copies of its borrowed arrays."""
     borrowed = {
-        name: copy(value.value)
+        name: value.copied(copy)
         for name, value in vars(checkpoint).items()
         if isinstance(value, Borrowed)
     }

@@ -1,5 +1,6 @@
 """PlacedState: the training state on the devices, as steps take it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,6 +39,10 @@ class PlacedState:
         """The state; the next step donates it."""
         return self.layout.unflatten(self.leaves)
 
+    def copied(self, copy: Callable[[PyTree], PyTree]) -> Any:
+        """Returns the state with copies of its arrays."""
+        return self.layout.unflatten(copy(self.leaves))
+
     def hold(self, state: TrainState) -> None:
         """Replaces the state by one whose arrays are already placed."""
         self.layout = StateLayout(state)
@@ -46,10 +51,8 @@ class PlacedState:
 
     def lend(self) -> tuple[Any, Any]:
         """Returns the state and the kept gradients as `Borrowed`, readable until the next step."""
-        # Bound now, since the next step replaces these attributes.
-        unflatten, leaves, kept = self.layout.unflatten, self.leaves, self.grads
-        state = Borrowed(lambda: unflatten(leaves))
-        grads = None if kept is None else Borrowed(lambda: kept)
+        state = Borrowed(self.leaves, self.layout.unflatten)
+        grads = None if self.grads is None else Borrowed(self.grads, lambda grads: grads)
         self._lent += [state] if grads is None else [state, grads]
         return state, grads
 

@@ -28,7 +28,7 @@ def make_checkpoint(
     """Makes a checkpoint of the steps since the last reset; it borrows its arrays.
 
     Args:
-      stepper: the stepper.
+      stepper: holds the state and the counts.
       watch: the time of these steps, including preparation.
       epoch: the number of the epoch of `fit`.
       stop: whether the run ends here.

@@ -68,6 +68,10 @@ class Stepper:
         self.programs = Programs() if strategy.runs_eagerly else Programs(say)
         self.inspection = Inspection(task, strategy, self.programs.found, say)
         self.steps_per_call = StepsPerCall()
+        self.spacing = 1
+        """The number of steps between checkpoints, which `steps_per_call="auto"` divides."""
+        self.n_total = 0
+        """The steps of the run, including those before a resume; 0: unknown."""
         self.tally = Tally(strategy.share)
         self._in_flight = InFlight(strategy.devices[0].platform, len(strategy.devices))
         self.placed = PlacedState(strategy)
@@ -157,21 +161,12 @@ class Stepper:
 
     # Steps.
 
-    def advance(
-        self,
-        n_left: int = 1,
-        batch: PyTree = None,
-        *,
-        spacing: int = 1,
-        n_total: int | None = None,
-    ) -> bool:
+    def advance(self, n_left: int = 1, batch: PyTree = None) -> bool:
         """Takes the steps of one dispatch: fetches batches, runs the update, stores the state.
 
         Args:
           n_left: the largest number of steps to take.
           batch: a batch for one step, which leaves the stream alone; None: the stream's next ones.
-          spacing: as in `StepsPerCall.next`.
-          n_total: as in `StepsPerCall.next`.
 
         Returns:
           Whether there was a batch.
@@ -183,7 +178,7 @@ class Stepper:
             self.interrupts.is_held = True
             try:
                 if batch is None:
-                    has_stepped = self._step(self._load(n_left, spacing, n_total), is_given=False)
+                    has_stepped = self._step(self._load(n_left), is_given=False)
                 else:
                     has_stepped = self._step(self._load_given(batch), is_given=True)
             finally:
@@ -239,13 +234,13 @@ class Stepper:
             self.cursor.stepped(n)  # Last: a failure above leaves the batches in the queue.
         return True
 
-    def _load(self, n_left: int, spacing: int, n_total: int | None) -> Loaded | None:
+    def _load(self, n_left: int) -> Loaded | None:
         """Loads the next batches if they share a program, else one; None at the end of the data."""
-        n = self.steps_per_call.next(self, n_left, spacing, n_total)
+        n = self.steps_per_call.next(self, n_left)
         cursor = self.cursor
         items = cursor.fetch(n)
         if cursor is not self.cursor:  # Fetching a batch replaced `loop.data`.
-            return self._load(n_left, spacing, n_total)
+            return self._load(n_left)
         if len(items) < n:  # The end of the data: a program for `n` steps does not fit.
             items = items[:1]
         if not items:

@@ -24,7 +24,7 @@ class StepsPerCall:
         self.number = 1 if self._is_auto else whole_number("steps_per_call", value, other="auto")
         """The given number, or the latest choice of "auto"."""
 
-    def next(self, stepper: Any, n_left: int, spacing: int, n_total: int | None) -> int:
+    def next(self, stepper: Any, n_left: int) -> int:
         """Returns the number of steps in the next dispatch.
 
         "auto" groups steps only for arrays, whose batches are indices: batches made by user code
@@ -33,14 +33,12 @@ class StepsPerCall:
         Args:
           stepper: the `Stepper` that takes them.
           n_left: the number of steps up to the next checkpoint.
-          spacing: the number of steps between checkpoints.
-          n_total: the steps of the run, including those before a resume; None: unknown.
         """
         if self._is_auto:
             can_take_several = stepper.cursor.takes_rows and not next_is_slow(stepper)
             devices = stepper.strategy.devices
             work = stepper.inspection.work / len(devices)
-            args = work, spacing, n_total or 0, devices[0].platform
+            args = work, stepper.spacing, stepper.n_total, devices[0].platform
             self.number = automatic_number(*args) if can_take_several else 1
             return self.number if self.number <= n_left else 1
         n = self.number if self.number <= n_left else n_left  # Faster than `min`, at each step.

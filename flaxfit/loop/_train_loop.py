@@ -284,22 +284,26 @@ class TrainLoop:
             self._say_start()
         self._is_at_start = False
         stepper = self._stepper
+        stepper.n_total = n_total or 0
         stepper.companions.refresh()
         with self.in_phase("training"), self._watch, stepper.interrupts, without_mesh():
             if self._due is None and not stepper.tally.n_steps and not stepper.cursor.ended:
                 for observe in self.on.before_span:
                     observe(stepper.step)
             # Processes may be asked to finish at different steps: a checkpoint decides for all.
-            is_alone = not stepper.consistency.is_needed
-            while self._due is None and (n_left := target() - stepper.step) > 0:
-                if stepper.cursor.ended and batch is None:
+            is_alone, schedule, end = not stepper.consistency.is_needed, None, 0
+            while self._due is None:
+                if schedule is not self.schedule:  # Set by an observer, or not yet read.
+                    schedule, end = self.schedule, target()
+                    is_watched = self.on.after_step or self.on.before_step
+                    stepper.spacing = 1 if is_watched else schedule.every
+                if stepper.step >= end or stepper.cursor.ended and batch is None:
                     break
                 if self._is_finishing and stepper.tally.n_steps and is_alone:
                     break
                 for observe in self.on.before_step:
                     observe(stepper.step)
-                spacing = 1 if self.on.see_each_step else self.schedule.every
-                if stepper.advance(n_left, batch, spacing=spacing, n_total=n_total):
+                if stepper.advance(end - stepper.step, batch):
                     for observe in (*self.on.after_step, *self.on.after_dispatch):
                         observe(stepper.step)
             if self._due is None and stepper.tally.n_steps:
@@ -332,7 +336,7 @@ class TrainLoop:
         # An interrupt within an operation of JAX may leave JAX without a current trace: every later
         # operation fails. Reading a state with random keys runs such operations.
         with stepper.interrupts.held():
-            stepper.consistency.checkpoint(stepper.step, stepper.state)
+            stepper.consistency.checkpoint(stepper.step, lambda: stepper.state)
             checkpoint = make_checkpoint(
                 stepper, self._watch, epoch=self._epoch, stop=self._is_finishing
             )
@@ -459,7 +463,7 @@ class TrainLoop:
         copy = self._copy or self._stepper.strategy.collect
         # A function that JAX traces may ask for it.
         with self._stepper.interrupts.held(), jax.ensure_compile_time_eval():
-            return copy(self._stepper.state)
+            return self._stepper.placed.copied(copy)
 
     @property
     def state_in_place(self) -> TrainState:

@@ -12,30 +12,39 @@ from flaxfit.tree import Json, OptState, Params, PyTree
 
 
 class Borrowed:
-    """A lazily built value that the loop's next step donates."""
+    """A value that `build` makes of arrays, which the loop's next step donates.
 
-    def __init__(self, make: Callable[[], PyTree]):
-        self._make: Callable[[], PyTree] | None = make
+    >>> borrowed = Borrowed([1, 2], tuple)
+    >>> borrowed.value, borrowed.copied(lambda arrays: [*arrays, 3])
+    ((1, 2), (1, 2, 3))
+    """
+
+    def __init__(self, arrays: PyTree, build: Callable[[PyTree], PyTree]):
+        self._arrays, self._build = arrays, build
         self._value: PyTree = None
         self.is_over = False
 
     def end(self) -> None:
-        """Releases the value; reading it later raises."""
-        self._make = self._value = None
+        """Releases the arrays; reading the value later raises."""
+        self._arrays = self._value = None
         self.is_over = True
 
     @property
     def value(self) -> PyTree:
-        """The value, until it is donated to a later step."""
+        """The value, until the arrays are donated to a later step."""
+        if self._value is None:
+            self._value = self.copied(lambda arrays: arrays)
+        return self._value
+
+    def copied(self, copy: Callable[[PyTree], PyTree]) -> PyTree:
+        """Builds the value from copies of the arrays."""
         if self.is_over:
             raise RuntimeError(
                 "The arrays of this checkpoint were donated to a later training step, because it "
                 "only borrowed them. Copy what you need before the next step, with "
                 "loop.owned(checkpoint), or train with snapshot='device', which copies them."
             )
-        if self._make is not None:
-            self._value, self._make = self._make(), None
-        return self._value
+        return self._build(copy(self._arrays))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ class Observers:
 
     >>> observers = Observers()
     >>> observers.after_step.append(print)
-    >>> observers.see_each_step
-    True
+    >>> len(observers.after_step)
+    1
     """
 
     before_span: list[Observer] = dataclasses.field(default_factory=list)
@@ -26,8 +26,3 @@ class Observers:
     """Like `after_step`, but does not force dispatches of one step."""
     before_validation: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     """Called without arguments before each validation."""
-
-    @property
-    def see_each_step(self) -> bool:
-        """Whether `steps_per_call="auto"` dispatches single steps."""
-        return bool(self.after_step or self.before_step)

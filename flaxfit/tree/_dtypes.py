@@ -27,11 +27,7 @@ def is_key(leaf: ArrayLike) -> bool:
 
 
 def tangents(direction_of: Function, arrays: list[Array], *others: list[Array]) -> list[ArrayLike]:
-    """Returns the directions of arrays as `jax.jvp` takes them: other dtypes than floats have none.
-
-    >>> [x.dtype.name for x in tangents(lambda x: 2 * x, [jnp.float32(1), jnp.int32(1)])]
-    ['float32', 'void8']
-    """
+    """Returns the directions of arrays as `jax.jvp` takes them: only floats have directions."""
 
     def tangent(x: Array, *rest: Array) -> ArrayLike:
         is_float = jnp.issubdtype(x.dtype, jnp.inexact)

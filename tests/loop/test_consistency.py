@@ -37,7 +37,7 @@ def say_everything(consistency):
     consistency.data({"epoch": 1})
     consistency.program(3, BATCH)
     consistency.stepped("a program")
-    consistency.checkpoint(4, {"w": jnp.ones(2)})
+    consistency.checkpoint(4, lambda: {"w": jnp.ones(2)})
     consistency.end("training", 9, [])
 
 
@@ -73,7 +73,7 @@ def test_the_order_of_programs_counts_since_the_state_was_set(said):
         consistency.state(0, {})
         for program in programs:
             consistency.stepped(program)
-        consistency.checkpoint(2, {})
+        consistency.checkpoint(2, dict)
     assert said[1] == said[5] != said[3]
 
 
@@ -118,10 +118,10 @@ def test_the_lines_of_programs_that_differ_are_named(errors_of_two):
 def test_the_arrays_of_states_that_differ_are_named(errors_of_two):
     key, rate = jax.random.key(0), jnp.float32(0.1)
     states = [{"w": jnp.ones(2), "key": key, "rate": rate * (1 + i)} for i in range(2)]
-    shown = errors_of_two(lambda i: of_processes(2).checkpoint(3, states[i]))
+    shown = errors_of_two(lambda i: of_processes(2).checkpoint(3, lambda: states[i]))
     assert shown[0] == shown[1] and "do not agree on the state" in shown[0]
     assert "1 difference, rate after step 3: " in shown[0]
-    assert errors_of_two(lambda i: of_processes(2).checkpoint(3, states[0])) == [None, None]
+    assert errors_of_two(lambda i: of_processes(2).checkpoint(3, lambda: states[0])) == [None, None]
     shown = errors_of_two(lambda i: of_processes(2).state(0, states[i]))
     assert shown[0] == shown[1] and "1 difference, rate: " in shown[0]
     more = {"w": jnp.ones(2)}, {"w": jnp.ones(2), "key": jax.random.key(1)}
