@@ -454,7 +454,7 @@ class Division(NamedTuple):
         found = map(self._relevant, self._differences(programs, state, batch, proof))
         changed = next(found) if is_joint else next(filter(any, found), Difference())
         mixed = changed.rows
-        strictly = functools.partial(self._halves(state, proof), programs.one, state)
+        strictly = functools.partial(self._halves(state, proof, batch), programs.one, state)
         halves = functools.partial(strictly, batch, is_noisy=self.is_noisy, draws=proof.draws)
         # The library's losses reduce over replicas only under a mapped axis, which the trial of
         # single halves lacks: map the halves together. Random rows cannot be compared.
@@ -480,9 +480,12 @@ class Division(NamedTuple):
             return Difference(rows=changed.rows)
         return changed if self.n_replicas > 1 else changed._replace(state="")
 
-    def _halves(self, state: tuple[PyTree, ArrayLike], proof: Proof) -> Callable[..., Difference]:
+    def _halves(
+        self, state: tuple[PyTree, ArrayLike], proof: Proof, batch: Batch
+    ) -> Callable[..., Difference]:
         return functools.partial(
             try_halves,
+            n_parts=n_examples(batch) // self._part(batch),
             before=getattr(state[0], "model_state", ()),
             compute=self.compute,
             close=proof.close,
@@ -494,7 +497,7 @@ class Division(NamedTuple):
     ) -> Iterator[Difference]:
         """Yields what each trial finds, of parts that do not see each other."""
         one, _, evaluation, draws = programs
-        halves = self._halves(state, proof)
+        halves = self._halves(state, proof, batch)
         yield Difference(rows=try_rows(one, state, batch, all_rows=not proof.is_same_program))
         if evaluation is not None and varies(evaluation, state, batch):
             evaluation = None

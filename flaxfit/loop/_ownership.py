@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from flaxfit.state import Borrowed, Checkpoint
 from flaxfit.strategies import Strategy
 from flaxfit.tree import PyTree
 
@@ -40,13 +39,3 @@ def copier(where: str, strategy: Strategy) -> Copier | None:
         return None
     # Not `np.asarray`: on a CPU it may alias the buffer that the next step writes to.
     return strategy.collect if where == "device" else lambda tree: jax.tree.map(np.array, tree)
-
-
-def owned(checkpoint: Checkpoint, copy: Copier) -> Checkpoint:
-    """Returns a checkpoint with copies of its borrowed arrays."""
-    borrowed = {
-        name: value.copied(copy)
-        for name, value in vars(checkpoint).items()
-        if isinstance(value, Borrowed)
-    }
-    return checkpoint.replace(**borrowed) if borrowed else checkpoint

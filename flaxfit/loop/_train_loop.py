@@ -19,7 +19,7 @@ from flaxfit.loop._default_strategy import eagerly, strategy_for
 from flaxfit.loop._determinism import say_if_inexact
 from flaxfit.loop._idle_gpu import warn_of_idle_gpu
 from flaxfit.loop._initial_state import as_checkpoint, check_same_arrays, check_trains, start
-from flaxfit.loop._ownership import copier, owned
+from flaxfit.loop._ownership import copier
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._record import LossWarning, get_running, make_checkpoint, set_running
 from flaxfit.loop._schedule import Schedule
@@ -36,15 +36,13 @@ from flaxfit.loop._tuning import (
     with_settings,
 )
 from flaxfit.optim._extended import generations_of
-from flaxfit.state import Checkpoint, FitCall, Observer, Observers, TrainState
+from flaxfit.state import Borrowed, Checkpoint, FitCall, Observer, Observers, TrainState
 from flaxfit.step import StepCost
 from flaxfit.strategies import Strategy
 from flaxfit.task import TrainTask, describe_loss, with_collections
 from flaxfit.tree import ArrayLike, Data, PyTree, check_jit, without_mesh
 
 _REPEATED = "flaxfit.data.as_stream(data, epochs=n) repeats a loader or a list of batches"
-_OPTIONS = {field.name for field in dataclasses.fields(TrainTask)}
-_RATES = ("lr", "learning_rate")
 
 
 class EndOfData(Exception):
@@ -484,8 +482,9 @@ class TrainLoop:
         """
         if self._copy is None or not checkpoint.is_borrowed:
             return checkpoint
+        borrowed = {k: x for k, x in vars(checkpoint).items() if isinstance(x, Borrowed)}
         with self._stepper.interrupts.held():
-            return owned(checkpoint, self._copy)
+            return checkpoint.replace(**{k: borrowed[k].copied(self._copy) for k in borrowed})
 
     @property
     def revision(self) -> tuple[int, ...]:
@@ -792,14 +791,3 @@ class TrainLoop:
             "Cannot copy or pickle a TrainLoop: it holds compiled programs. Begin another loop "
             "with loop.state, which is a copy."
         )
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # An option of the task, set here, would be kept and read by nothing: `loop.clip_norm = 1`.
-        is_ours = type(self).__module__.startswith("flaxfit.")  # Others keep what they like.
-        if is_ours and (name in _OPTIONS or name in _RATES) and not hasattr(type(self), name):
-            advice = f"use TrainLoop(loop.state, dataclasses.replace(loop.task, {name}=...))"
-            if name in _RATES:
-                advice = "use loop.set_hyperparams(learning_rate=...)"
-            words = f"A TrainLoop has no {name} to set: {advice}."
-            raise AttributeError(words, name=name, obj=self)
-        super().__setattr__(name, value)

@@ -10,18 +10,26 @@ import numpy as np
 from flaxfit import checkpoints
 from flaxfit.callbacks._history import History
 from flaxfit.display import html, short_errors
-from flaxfit.loop import Consistency
+from flaxfit.loop import Consistency, EvalLoop, Predictor
 from flaxfit.model._export import apply_to_export
-from flaxfit.model._programs import Programs
+from flaxfit.model._tasks import Recipe
+from flaxfit.model._trainer import Trainer
 from flaxfit.modules._patterns import as_patterns
 from flaxfit.state import TrainState
 from flaxfit.strategies import Strategy
-from flaxfit.task import module_with
+from flaxfit.task import EvalTask, module_with
 from flaxfit.tree import ArrayLike, Params, PyTree, put_like
 
 
-class Persistence(Programs):
-    """The part of `Model` that reads, saves, loads and exports its state."""
+class Persistence:
+    """The part of `Model` that holds its tasks and loops, and saves and loads its state."""
+
+    _recipe: Recipe
+    _trainer: Trainer
+    _evaluator: EvalLoop
+    _predictor: Predictor
+    _names: list[str] | None
+    """The names of the latest measurement."""
 
     @property
     def step(self) -> int:
@@ -266,3 +274,22 @@ class Persistence(Programs):
             "save(folder), and load(folder) on a new Model, or save_weights and load_weights; "
             "model.state is a copy of the training state."
         )
+
+    def _hold(self, eval_task: EvalTask) -> None:
+        """Switches evaluation and prediction to a task."""
+        self._trainer.lacks = self._recipe.lacks
+        self._evaluator = EvalLoop(eval_task, strategy=self._trainer.strategy)
+        self._predictor = Predictor(eval_task)
+        self._names = None
+
+    def _follow_module(self) -> None:
+        """Remakes all tasks and loops if attributes of the NNX instance were changed."""
+        instance = self._trainer.instance
+        if instance.is_changed():
+            frozen = {"freeze": self._trainer.task.freeze}
+            recipe = self._recipe.of_module_as_it_is().changed({}, frozen)
+            task, eval_task = recipe.tasks()
+            self._trainer.follow_module(task, recipe.training.init)
+            self._recipe = recipe
+            self._hold(eval_task)
+        instance.note_changes()

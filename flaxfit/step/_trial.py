@@ -1,6 +1,7 @@
 """Trials: compare the results of a pass over changed, shortened or divided batches."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -136,6 +137,7 @@ def try_halves(
     state: PyTree,
     batch: Batch,
     *,
+    n_parts: int = 2,
     together: Run | None = None,
     continued: Callable[[PyTree, PyTree], PyTree] | None = None,
     before: PyTree = (),
@@ -156,60 +158,54 @@ def try_halves(
       run: the pass.
       state: the state.
       batch: the examples, from which a few are taken.
-      together: a pass over both halves, stacked, that may reduce over the axis of replicas; its
-        results are stacked. None: `run` on each half.
-      continued: `(state, new model state) -> state`, for a second half that continues from the
-        first; None: both start from `state`.
+      n_parts: the number of parts of the whole batch to take if `run` accepts no halves.
+      together: a pass over all parts, stacked, that may reduce over the axis of replicas; its
+        results are stacked. None: `run` on each part.
+      continued: `(state, new model state) -> state`, for parts that continue from the previous one;
+        None: all start from `state`.
       before: the model state before the pass: changes of large numbers are compared, not values.
       compute: `(owner, sums) -> value`, since different sums may stand for one value.
       close: the tolerance between programs for different batch sizes.
       averages: a prefix of owners whose arrays without rows are averaged over replicas.
       is_noisy: whether state and penalty may depend on batch statistics.
-      draws: whether random numbers are drawn, perhaps from a fixed key: rows of the second half
+      draws: whether random numbers are drawn, perhaps from a fixed key: rows after the first part
         may then differ.
       all_rows: whether to take all examples, as it also does if half of a few are too few.
     """
-    few = [] if all_rows else [some_rows(run, state, batch)]
-    for rows in (*few, _picked(batch, slice(None))):
-        n = n_examples(rows) // 2
-        whole, first, second = (
-            _picked(rows, slice(*ends)) for ends in ((2 * n,), (n,), (n, 2 * n))
-        )
+    given = _picked(batch, slice(None))
+    few = [] if all_rows else [(some_rows(run, state, batch), 2)]
+    for rows, k in (*few, (given, 2), (given, n_parts)):
+        n = n_examples(rows) // k
+        whole = _picked(rows, slice(k * n))
+        parts = [_picked(rows, slice(i * n, (i + 1) * n)) for i in range(k)]
         seeds = range(2 if draws else 1)
         wholes = [_read(run(state, whole, seed)) for seed in seeds]
         if draws and _arrays((wholes[0].state, wholes[0].penalty)):
             seeds = range(_N_SEEDS)
             wholes += [_read(run(state, whole, seed)) for seed in seeds[2:]]
         with contextlib.suppress(Exception):
-            if together is not None:
-                stacked = jax.tree.map(lambda a, b: np.stack([a, b]), first, second)
-                both = [_read(together(state, stacked, seed)) for seed in seeds]
-                ones, twos = ([jax.tree.map(lambda x, i=i: x[i], x) for x in both] for i in (0, 1))
-            else:
-                ones = [_read(run(state, first, seed)) for seed in seeds]
-                after = state if continued is None else continued(state, ones[0].state)
-                twos = [_read(run(after, second, seed)) for seed in seeds]
+            by_part = _by_part(run, state, parts, seeds, together, continued)
             break
     else:  # It accepts one batch size only: a divided batch raises its own error.
         return Difference()
-    whole, one, two = wholes[0], ones[0], twos[0]
-    if one.rows.keys() != whole.rows.keys():
+    one, firsts = wholes[0], [passes[0] for passes in by_part]
+    if any(part.rows.keys() != one.rows.keys() for part in firsts):
         return Difference(rows=MODEL)
     # Results that differ between seeds are random: rows cannot be compared then, only statistics.
     is_random = any(
         _differ(a, b, _SAME)
         for other in wholes
-        for a, b in zip(*(_arrays((x.rows, x.sums)) for x in (whole, other)), strict=True)
+        for a, b in zip(*(_arrays((x.rows, x.sums)) for x in (one, other)), strict=True)
     )
     if not is_random:
-        if owner := _owner_of_difference(whole, one, two, n, compute, draws, close):
+        if owner := _owner_of_difference(one, firsts, n, compute, draws, close):
             return Difference(rows=owner)
-        if averages and (owner := _not_mean(whole, one, two, averages, close)):
+        if averages and (owner := _not_mean(one, firsts, averages, close)):
             return Difference(shared=owner)
     olds, is_chain = flat(before), continued is not None
 
     def differs(path: str, pick: Callable[[Pass], PyTree], *, is_state: bool = False) -> bool:
-        a, b, c = ([flat(pick(x))[path] for x in passes] for passes in (wholes, ones, twos))
+        a, *divided = ([flat(pick(x))[path] for x in passes] for passes in (wholes, *by_part))
         if is_key(a[0]):
             return False
         old, rounding = olds.get(path) if is_state else None, 0.0
@@ -217,24 +213,45 @@ def try_halves(
         if old is not None and old.shape == a[0].shape and old.dtype == a[0].dtype != bool:
             old = np.asarray(old)
             with np.errstate(invalid="ignore"):  # An infinite state stays as it is.
-                a, b, c = ([x - old for x in each] for each in (a, b, c))
+                a, *divided = ([x - old for x in each] for each in (a, *divided))
             if np.issubdtype(old.dtype, np.inexact):
                 rounding = 4 * float(np.finfo(old.dtype).eps * np.max(np.abs(old), initial=0))
-        half = b
+        joint = divided[0]
         if is_state and is_chain:
-            half = c
+            joint = divided[-1]
         elif np.issubdtype(a[0].dtype, np.inexact):
-            half = [(x + y) / 2 for x, y in zip(b, c, strict=True)]
+            joint = [np.mean(each, 0) for each in zip(*divided, strict=True)]
         if not is_noisy and not any(_differ(a[0], x, _SAME) for x in a[1:]):
-            return _differ(a[0], half[0], close, rounding)
-        is_larger = abs(_size(a) - _size(half)) > _ALIKE * max(_size(a), _size(half))
-        return is_larger or not is_noisy and _differ_on_average(a, half)
+            return _differ(a[0], joint[0], close, rounding)
+        is_larger = abs(_size(a) - _size(joint)) > _ALIKE * max(_size(a), _size(joint))
+        return is_larger or not is_noisy and _differ_on_average(a, joint)
 
-    paths = [x for x in flat(whole.state) if differs(x, lambda p: p.state, is_state=True)]
+    paths = [x for x in flat(one.state) if differs(x, lambda p: p.state, is_state=True)]
     changed = "".join(paths[:1])
-    penalties = [x for x in flat(whole.penalty) if differs(x, lambda p: p.penalty)]
+    penalties = [x for x in flat(one.penalty) if differs(x, lambda p: p.penalty)]
     found = ("", changed) if is_chain else (changed, "")
     return Difference("", *found, " ".join(path or "penalty" for path in penalties))
+
+
+def _by_part(
+    run: Run,
+    state: PyTree,
+    parts: Sequence[Batch],
+    seeds: Sequence[int],
+    together: Run | None,
+    continued: Callable[[PyTree, PyTree], PyTree] | None,
+) -> list[list[Pass]]:
+    """Returns the results for each part and seed; see `try_halves`."""
+    if together is not None:
+        stacked = jax.tree.map(lambda *x: np.stack(x), *parts)
+        found = [_read(together(state, stacked, seed)) for seed in seeds]
+        n = len(parts)
+        return [[jax.tree.map(lambda x, i=i: x[i], each) for each in found] for i in range(n)]
+    by_part, after = [], state
+    for part in parts:
+        by_part.append([_read(run(after, part, seed)) for seed in seeds])
+        after = state if continued is None else continued(after, by_part[-1][0].state)
+    return by_part
 
 
 def try_doubled(halves: Callable[..., Difference], batch: Batch, draws: bool) -> Difference:
@@ -243,50 +260,53 @@ def try_doubled(halves: Callable[..., Difference], batch: Batch, draws: bool) ->
     for n in (N_ROWS, n_all // 2 * 2):  # The model may take some numbers of rows only.
         rows = np.arange(n) % max(1, n // 2) % n_all
         with contextlib.suppress(Exception):
-            return halves(_picked(batch, rows), draws=draws, all_rows=True)
+            return halves(_picked(batch, rows), n_parts=2, draws=draws, all_rows=True)
     return Difference()
 
 
 def _owner_of_difference(
     whole: Pass,
-    one: Pass,
-    two: Pass,
+    parts: Sequence[Pass],
     n: int,
     compute: Callable[[str, PyTree], PyTree],
     draws: bool,
     close: float,
 ) -> str:
-    """Returns the owner of rows that differ in a half, or of sums that do not add up, or ""."""
+    """Returns the owner of rows that differ in a part, or of sums that do not add up, or ""."""
     for owner, rows in _in_order(whole):
-        for a, b, c in zip(*map(_arrays, (rows, one.rows[owner], two.rows[owner])), strict=True):
-            is_by_row = (a.shape[:1], b.shape[:1]) == ((2 * n,), (n,))
-            if is_by_row and (_differ(a[:n], b, close) or not draws and _differ(a[n:], c, close)):
-                return owner
-    return "" if draws else _not_added(whole.sums, one.sums, two.sums, compute, close)
+        for i, part in enumerate(parts[: 1 if draws else None]):
+            for a, b in zip(_arrays(rows), _arrays(part.rows[owner]), strict=True):
+                is_by_row = (a.shape[:1], b.shape[:1]) == ((len(parts) * n,), (n,))
+                if is_by_row and _differ(a[i * n : (i + 1) * n], b, close):
+                    return owner
+    return "" if draws else _not_added(whole.sums, [x.sums for x in parts], compute, close)
 
 
 def _not_added(
     whole: Mapping[str, PyTree],
-    one: Mapping[str, PyTree],
-    two: Mapping[str, PyTree],
+    parts: Sequence[Mapping[str, PyTree]],
     compute: Callable[[str, PyTree], PyTree],
     close: float,
 ) -> str:
     """Returns the owner of sums of a batch that differ from the added sums of its parts, or ""."""
     for owner, sums in whole.items():
-        both = jax.tree.map(np.add, one[owner], two[owner])
-        pairs = zip(*(jax.tree.leaves(compute(owner, x)) for x in (sums, both)), strict=True)
+        added = functools.reduce(
+            lambda a, b: jax.tree.map(np.add, a, b), [part[owner] for part in parts]
+        )
+        pairs = zip(*(jax.tree.leaves(compute(owner, x)) for x in (sums, added)), strict=True)
         if any(_differ(np.asarray(a), np.asarray(b), close) for a, b in pairs):
             return owner
     return ""
 
 
-def _not_mean(whole: Pass, one: Pass, two: Pass, prefix: str, close: float) -> str:
-    """Returns the owner of an array without rows that is not the mean over the halves, or ""."""
+def _not_mean(whole: Pass, parts: Sequence[Pass], prefix: str, close: float) -> str:
+    """Returns the owner of an array without rows that is not the mean over the parts, or ""."""
     for owner in filter(lambda name: name.startswith(prefix), whole.rows):
-        for a, b, c in zip(*(_arrays(x.rows[owner]) for x in (whole, one, two)), strict=True):
+        arrays = (_arrays(x.rows[owner]) for x in (whole, *parts))
+        for a, *divided in zip(*arrays, strict=True):
             is_number = np.issubdtype(a.dtype, np.inexact)  # Others come from the first replica.
-            if a.shape == b.shape and _differ(a, (b + c) / 2 if is_number else b, close):
+            joint = np.mean(divided, 0) if is_number else divided[0]
+            if a.shape == divided[0].shape and _differ(a, joint, close):
                 return owner
     return ""
 
@@ -321,10 +341,11 @@ def try_weights(
         return ""
     none, owner = jax.tree.map(np.zeros_like, first), ""
     if may_pad:
-        owner = _not_added(sums(whole, n), first, none, compute, close)
+        owner = _not_added(sums(whole, n), [first, none], compute, close)
     if owner or not is_divided:
         return owner
-    return _not_added(sums(whole, n + 1), first, sums(slice(n, 2 * n), 1), compute, close)
+    parts = [first, sums(slice(n, 2 * n), 1)]
+    return _not_added(sums(whole, n + 1), parts, compute, close)
 
 
 def _in_order(found: Pass) -> list[tuple[str, PyTree]]:

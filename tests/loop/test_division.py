@@ -685,6 +685,25 @@ def test_a_model_that_computes_single_rows_differently_is_not_divided_into_them(
         model_of(function, **options).fit(X, Y, 4, verbose=0)
 
 
+def sown_beside_a_table(w, x, _):
+    return x @ w, {"losses": {"size": ((x * TABLE) @ w).mean()}}
+
+
+def kept_beside_a_table(w, x, state):
+    return x @ w, {"kept": {"mean": 0 * state["kept"]["mean"] + (x * TABLE).mean()}}
+
+
+@pytest.mark.parametrize("strategy", ["shard_map", "virtual", "accumulate"])
+def test_state_and_penalty_are_compared_by_part_where_no_halves_are_accepted(strategy):
+    options = {"accumulate": 4, "strategy": ff.DataParallel(ONE)}
+    options = options if strategy == "accumulate" else {"strategy": FOUR[strategy]()}
+    with pytest.raises(ValueError, match="the penalty that the model adds"):
+        model_of(sown_beside_a_table, **options).fit(X, Y, 4, verbose=0)
+    state = {"kept": {"mean": np.float32(0)}}
+    with pytest.raises(ValueError, match="the model updates the state 'kept/mean'"):
+        model_of(kept_beside_a_table, state=state, **options).fit(X, Y, 4, verbose=0)
+
+
 def test_a_model_of_an_operation_for_each_row_is_divided():
     def stacked(w, x, _):
         return jnp.stack([jnp.tanh(row) for row in x]) @ w
