@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "loop": ("tree distributed optim display metrics data state strategies modules task step"),
     "importers": "tree optim display state checkpoints",
     "callbacks": (
-        "tree distributed optim display metrics state strategies modules checkpoints export"
+        "tree distributed optim display metrics state strategies modules export checkpoints loop"
     ),
     "model": (
         "tree optim display metrics data state strategies task modules export step checkpoints "

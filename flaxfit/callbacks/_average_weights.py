@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from flaxfit.callbacks._callback import Loop, first_epoch
+from flaxfit.callbacks._callback import first_epoch
 from flaxfit.callbacks._stopping import EarlyStopping
 from flaxfit.display import say
+from flaxfit.loop import TrainLoop
 from flaxfit.optim._averaged import has_average, wide
 from flaxfit.state import Checkpoint
 from flaxfit.tree import ArrayLike, Json, PyTree, owner_of, without_mesh
@@ -45,7 +46,7 @@ class AverageWeights:
         if start_from_epoch < 0:
             raise ValueError(f"start_from_epoch must not be negative, got {start_from_epoch}.")
         self._start_from = start_from_epoch
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -54,7 +55,7 @@ class AverageWeights:
         self._n_seen, self._is_due = 0, False
         self._mean: dict[str, PyTree] = {}
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Starts from scratch with a loop.
 
         Raises:

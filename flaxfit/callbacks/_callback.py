@@ -1,12 +1,11 @@
-"""Callback: the one hook of a training loop; Loop: the part of a loop that callbacks use."""
+"""Callback: the one hook of a training loop."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
-from flaxfit.checkpoints import CheckpointFile
-from flaxfit.state import Checkpoint, FitCall, Observers, TrainState
-from flaxfit.strategies import Strategy
-from flaxfit.tree import ArrayLike, PyTree
+from flaxfit.loop import TrainLoop
+from flaxfit.state import Checkpoint
+from flaxfit.tree import PyTree
 
 
 class Callback(Protocol):
@@ -74,91 +73,13 @@ class StatefulCallback(Callback, Protocol):
         ...
 
 
-class Loop(Protocol):
-    """The part of `TrainLoop` that the callbacks of the library use."""
-
-    on: Observers
-    """The observers that it calls besides its callbacks."""
-    fit_call: FitCall | None
-    """The call of `fit` that drives it; None in your own loop."""
-
-    @property
-    def callbacks(self) -> Iterable[Any]: ...
-
-    @property
-    def freeze(self) -> Sequence[str]: ...
-
-    @freeze.setter
-    def freeze(self, patterns: Sequence[str], /) -> None: ...
-
-    @property
-    def norms(self) -> Sequence[str]: ...
-
-    @norms.setter
-    def norms(self, patterns: Sequence[str], /) -> None: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def start(self) -> CheckpointFile | None:
-        """The checkpoint file that the run was restored from."""
-        ...
-
-    @property
-    def n_steps(self) -> int | None: ...
-
-    @property
-    def n_steps_per_checkpoint(self) -> int: ...
-
-    @property
-    def steps_per_call(self) -> Any:
-        """An int; pyright adds the types that `TrainLoop` can set it to."""
-        ...
-
-    @property
-    def strategy(self) -> Strategy: ...
-
-    @property
-    def state(self) -> TrainState: ...
-
-    @property
-    def state_in_place(self) -> TrainState: ...
-
-    @property
-    def revision(self) -> tuple[int, ...]: ...
-
-    @property
-    def hyperparams(self) -> dict[str, PyTree]: ...
-
-    @property
-    def input_shapes(self) -> PyTree: ...
-
-    @property
-    def phase(self) -> str: ...
-
-    def set_hyperparams(self, *, group: str | int | None = None, **values: ArrayLike) -> None: ...
-
-    def running_metrics(self) -> dict[str, float]: ...
-
-    def step_cost(self, batch_size: int, /) -> Any:
-        """Returns a `StepCost`; `Any`, as callbacks may not import `step`."""
-        ...
-
-    def snapshot(self) -> Checkpoint | None: ...
-
-    def restore(self, state: TrainState, /) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-def attached(loop: Loop | None, owner: str, use: str) -> Loop:
+def attached(loop: TrainLoop | None, owner: str, use: str) -> TrainLoop:
     """Returns the loop of a callback; raises if it was not attached to one."""
     if loop is None:
         raise ValueError(f"{owner} must be in the callbacks of a loop, which it {use}.")
     return loop
 
 
-def first_epoch(loop: Loop | None) -> int:
+def first_epoch(loop: TrainLoop | None) -> int:
     """Returns the index of the first epoch of the `fit` that drives a loop, else 0."""
     return 0 if loop is None or loop.fit_call is None else loop.fit_call.first_epoch

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from flaxfit.callbacks._callback import Loop, first_epoch
+from flaxfit.callbacks._callback import first_epoch
+from flaxfit.loop import TrainLoop
 from flaxfit.tree import Json
 
 
@@ -18,10 +19,10 @@ class Epochs:
     def __init__(self) -> None:
         self._first, self._n_begun = 0, 0
         self._begun_at: int | None = None
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self._on_begin: Callable[[int], object] | None = None
 
-    def attach(self, loop: Loop, on_begin: Callable[[int], object] | None = None) -> None:
+    def attach(self, loop: TrainLoop, on_begin: Callable[[int], object] | None = None) -> None:
         """Counts from a loop's first epoch; `on_begin(epoch)` is called before its first step."""
         self._loop, self._on_begin = loop, on_begin
         self._first, self._n_begun, self._begun_at = first_epoch(loop), 0, None

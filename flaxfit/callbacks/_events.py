@@ -4,9 +4,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flaxfit.callbacks._callback import Loop, attached
+from flaxfit.callbacks._callback import attached
 from flaxfit.callbacks._epochs import Epochs
 from flaxfit.display import is_scalar
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Json
 
@@ -105,7 +106,7 @@ class Events:
         self._first_step = 0
         """The number of steps before the current epoch."""
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Begins training."""
         self._loop, self._first_step = loop, loop.step
         begins, ends = map(self._functions.get, ("on_train_batch_begin", "on_train_batch_end"))

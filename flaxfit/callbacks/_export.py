@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from flaxfit.callbacks._callback import Loop
 from flaxfit.distributed import from_main, process_count
+from flaxfit.loop import TrainLoop
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.modules._switch import as_apply
 from flaxfit.optim import averaged
@@ -73,13 +73,13 @@ class Export:
         self._input_spec = input_spec
         self._ema = ema
         self._options = options
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self.best_value: float | None = None
         """The best value so far."""
         self.best_step: int | None = None
         """The step of the file."""
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Attaches to a loop, which must report the metric, and to the model of `fit`."""
         self._loop = loop
         if self._apply is None and loop.fit_call is not None:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._epochs import Epochs
 from flaxfit.callbacks._log_to import Attempt
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Json, local_path
 
@@ -32,7 +32,7 @@ class _RowLogger(ABC):
         """Whether this run has written to the file."""
         self._attempt = Attempt(type(self).__name__, OSError)
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Begins a run, and counts its epochs."""
         self.close()
         self._is_begun = False

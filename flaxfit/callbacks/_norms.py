@@ -1,6 +1,6 @@
 """Norms: reports the norms of parameters and gradients by group."""
 
-from flaxfit.callbacks._callback import Loop
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 
 
@@ -22,7 +22,7 @@ class Norms:
     def __init__(self, *patterns: str) -> None:
         self.patterns = patterns
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Adds the patterns to the loop's.
 
         Raises:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flaxfit.callbacks._callback import Loop, attached
+from flaxfit.callbacks._callback import attached
 from flaxfit.callbacks._rates import rates_of, set_rates, take_rates
 from flaxfit.display import say
+from flaxfit.loop import TrainLoop
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Json
@@ -63,9 +64,9 @@ class ReduceLROnPlateau:
         self._verbose = verbose
         self._best: float | None = None
         self._n_waited = self._n_cooling = 0
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Resets it for a loop, which must report the metric."""
         self._best, self._n_waited, self._n_cooling = None, 0, 0
         self._loop = loop

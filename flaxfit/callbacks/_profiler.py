@@ -4,8 +4,9 @@ import os
 
 import jax
 
-from flaxfit.callbacks._callback import Loop, attached
+from flaxfit.callbacks._callback import attached
 from flaxfit.callbacks._log_to import Attempt
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 from flaxfit.tree import local_path
 
@@ -35,10 +36,10 @@ class Profiler:
         self._folder = os.fspath(local_path(folder))
         self._first, self._last = first, last
         self._attempt = Attempt("Profiler")
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self._is_tracing = False
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Starts to watch the steps of a loop."""
         self._loop = loop
         loop.on.after_dispatch.append(self._watch)

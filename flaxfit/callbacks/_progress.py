@@ -8,9 +8,9 @@ from typing import TextIO
 
 from flaxfit import display
 from flaxfit.callbacks._bar import Bar, draw, new_bar
-from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._history import History
 from flaxfit.callbacks._stopping import EarlyStopping
+from flaxfit.loop import TrainLoop
 from flaxfit.metrics._monitor import Monitor, check_mode, default_monitor
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Json, owner_of
@@ -70,7 +70,7 @@ class ProgressBar:
         self._given = None if monitor is None else Monitor(monitor, mode, "ProgressBar")
         self._live, self._file, self._clock = live, file, clock
         self._chosen = self._given
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self._bar: Bar | None = None
         self._reset(0)
 
@@ -89,7 +89,7 @@ class ProgressBar:
         self._n_timed, self._seconds = 0, 0.0
         self._next_refresh = self._clock() + SECONDS_BETWEEN_REFRESHES
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Resets the display for a loop."""
         self._loop = loop
         self._reset(loop.step)

@@ -5,9 +5,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flaxfit.callbacks._callback import Loop, attached, first_epoch
+from flaxfit.callbacks._callback import attached, first_epoch
 from flaxfit.callbacks._rates import rates_of, set_rates, take_rates
 from flaxfit.display import say
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Json
 
@@ -64,7 +65,7 @@ class LearningRateScheduler:
             )
         self.schedule, self._verbose, self._per_step = schedule, verbose, per_step
         self.group = group
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -74,7 +75,7 @@ class LearningRateScheduler:
         self._undo: tuple[tuple[int, ...], dict[str | None, float]] | None = None
         """The loop's revision after the rates were set, and the previous rates."""
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Resets it for a loop, and checks that the rates can be set."""
         self._reset()
         self._loop = loop

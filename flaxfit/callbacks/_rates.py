@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from flaxfit.callbacks._callback import Loop
+from flaxfit.loop import TrainLoop
 from flaxfit.optim._hyperparams import group_name, in_group, learning_rates, scheduled
 
 
-def take_rates(loop: Loop, group: str | int | None, owner: str) -> None:
+def take_rates(loop: TrainLoop, group: str | int | None, owner: str) -> None:
     """Checks that a callback can set the rates, and makes later changes need no compilation."""
     found = rates_of(loop, group, owner)
     chosen = None if group is None else _group(loop, group)
@@ -19,7 +19,7 @@ def take_rates(loop: Loop, group: str | int | None, owner: str) -> None:
     set_rates(loop, found)
 
 
-def rates_of(loop: Loop, group: str | int | None, owner: str) -> dict[str | None, float]:
+def rates_of(loop: TrainLoop, group: str | int | None, owner: str) -> dict[str | None, float]:
     """Returns the learning rates of a loop by group; the key is None without groups."""
     known = loop.hyperparams
     found = learning_rates(known) if group is None else in_group(known, _group(loop, group))
@@ -33,12 +33,12 @@ def rates_of(loop: Loop, group: str | int | None, owner: str) -> dict[str | None
     return found
 
 
-def set_rates(loop: Loop, rates: Mapping[str | None, float]) -> None:
+def set_rates(loop: TrainLoop, rates: Mapping[str | None, float]) -> None:
     """Sets learning rates by group."""
     for group, rate in rates.items():
         loop.set_hyperparams(group=group, learning_rate=rate)
 
 
-def _group(loop: Loop, group: str | int) -> str:
+def _group(loop: TrainLoop, group: str | int) -> str:
     """Returns the name of an optimizer's group, given by name or position."""
     return group_name(loop.state_in_place.opt_state, group)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.callbacks._callback import Loop
 from flaxfit.display import plural, say
+from flaxfit.loop import TrainLoop
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._hyperparams import with_hyperparams_of
 from flaxfit.state import Checkpoint, TrainState
@@ -55,12 +55,12 @@ class Rollback:
         # Any finite value is good, so its mode does not matter.
         self._monitor = Monitor(monitor, "min", "Rollback")
         self._n_times = n_times
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self._good: TrainState | None = None
         self.n_rollbacks = 0
         """The number of rollbacks."""
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Attaches to a loop; its current state is good if it is finite."""
         self._loop = loop
         self._monitor.attach(loop, self)

@@ -11,11 +11,11 @@ from typing import Any, NoReturn, TypeAlias
 
 import jax
 
-from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._exit import ExitCode, end_with_stacks
 from flaxfit.checkpoints import CheckpointFileWriter
 from flaxfit.display import say
 from flaxfit.distributed import is_preempted
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Function
 
@@ -69,7 +69,7 @@ class SaveOnSignal:
         self._signals = tuple(signals)
         self._grace_seconds = grace_seconds
         self._on_exception = on_exception
-        self._loop: Callable[[], Loop | None] = lambda: None
+        self._loop: Callable[[], TrainLoop | None] = lambda: None
         self._previous: dict[int, _Handler] = {}
         self._arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._ended = threading.Event()
@@ -77,7 +77,7 @@ class SaveOnSignal:
         self._is_done = False
         self._saved: list[int] = []
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Starts to listen for signals, and to act on them after each dispatch."""
         self._stop_listening()  # Else a second loop would save its own handler as the earlier one.
         self._loop = weakref.ref(loop)
@@ -153,7 +153,7 @@ class SaveOnSignal:
         self._n_calls += 1
         return multihost_utils.reached_preemption_sync_point(self._n_calls)
 
-    def _save_and_end(self, loop: Loop) -> None:
+    def _save_and_end(self, loop: TrainLoop) -> None:
         step = self._save(loop)
         if step is None:
             return  # Try again after the next step.
@@ -167,7 +167,7 @@ class SaveOnSignal:
         say(f"received {name}: {what}; the process ends with code {code:d} ({code.name})")
         raise SystemExit(code)
 
-    def _save(self, loop: Loop) -> int | None:
+    def _save(self, loop: TrainLoop) -> int | None:
         """Saves and waits for the disk; returns the step, or None if the loop has no snapshot.
 
         Failures are printed, so that an earlier failed save does not prevent this one.
@@ -202,7 +202,7 @@ class SaveOnSignal:
         saved = {getattr(writer, "saved_revision", None) for writer in self._writers(loop)}
         return f"step {loop.step:,} is saved" if saved == {loop.revision} else None
 
-    def _writers(self, loop: Loop) -> list[Any]:
+    def _writers(self, loop: TrainLoop) -> list[Any]:
         if self._writer is not None:
             return [self._writer]
         return [each for each in loop.callbacks if hasattr(each, "save")]

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flaxfit.callbacks._callback import Loop, first_epoch
+from flaxfit.callbacks._callback import first_epoch
 from flaxfit.display import count, plural, say
+from flaxfit.loop import TrainLoop
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._averaged import has_average, with_average_of
 from flaxfit.state import Checkpoint
@@ -89,7 +90,7 @@ class EarlyStopping:
         self.restore_best = given is None or bool(given)
         self._check_finite = check_finite
         self._verbose = verbose
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -105,7 +106,7 @@ class EarlyStopping:
         self._best_weights: dict[str, PyTree] = {}
         self._is_closed = True
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Attaches to a loop, which must report the metric."""
         self._reset()
         self._loop = loop
@@ -252,13 +253,13 @@ class StopOnNaN:
         self._last: dict[str, str] = {}
         """The last finite values and their step, in words."""
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Watches the steps of a loop if `every` is given."""
         if self._every is not None:
             self._looked_at = loop.step
             loop.on.after_dispatch.append(functools.partial(self._look, loop, self._every))
 
-    def _look(self, loop: Loop, every: int, step: int) -> None:
+    def _look(self, loop: TrainLoop, every: int, step: int) -> None:
         if step - self._looked_at < every:
             return
         self._looked_at, metrics = step, loop.running_metrics()

@@ -2,8 +2,8 @@
 
 from typing import TextIO
 
-from flaxfit.callbacks._callback import Loop
 from flaxfit.display import count, metric_line, rate, write
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 
 
@@ -29,7 +29,7 @@ class SummaryLogger:
         self._file = file
         self._width = 6
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Aligns the lines for the last step of a loop."""
         self._width = max(self._width, len(count(loop.n_steps or 0)))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from flaxfit.callbacks._callback import Loop
+from flaxfit.loop import TrainLoop
 from flaxfit.optim import swap_ema
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Json
@@ -31,10 +31,10 @@ class SwapEMA:
     borrows = True
 
     def __init__(self) -> None:
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self._is_due = False
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Checks that the loop keeps an average, and that no `fit` drives it, as it uses that."""
         if loop.fit_call is not None:
             raise ValueError(

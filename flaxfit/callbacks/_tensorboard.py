@@ -2,31 +2,28 @@
 
 import functools
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._event_file import EventFile, Summary
 from flaxfit.callbacks._log_to import Attempt
 from flaxfit.callbacks._projector import Metadata, Projector
 from flaxfit.display import is_scalar
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 from flaxfit.tree import ArrayLike, PyTree, flat, local_path, required, whole_number
 
 _VALIDATION = "validation"
-Summary: TypeAlias = Any
-"""A message of tensorboardX: a named scalar, histogram, image or text."""
 
 
 class TensorBoardLogger:
     """Writes the metrics of each checkpoint for TensorBoard: `tensorboard --logdir folder`.
 
-    TensorBoard shows a resumed run as one, without the steps after the one that it resumed from.
-    Give each run its own folder. Failures to write never stop training.
+    Each folder has one event file, or two with `split`. A resumed run appends to it, and
+    TensorBoard drops the steps after the one it resumed from. Give each run its own folder.
+    Failures to write never stop training.
 
     >>> import tensorboardX  # It is written with this package.
     >>> import tempfile
@@ -106,7 +103,7 @@ class TensorBoardLogger:
         """The subfolder of everything except validation metrics."""
         self._hparams = dict(hparams or {})
         self._attempt = Attempt("TensorBoardLogger")
-        self._files: dict[str, _EventFile] = {}
+        self._files: dict[str, EventFile] = {}
         self._is_first = True
         """Whether no checkpoint has been written since the files were closed."""
         self._updated_at = 0
@@ -116,7 +113,7 @@ class TensorBoardLogger:
         self._attempt(self._write, checkpoint)
         return checkpoint
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Checks the embeddings, and watches steps if `update_freq` is not "epoch"."""
         if self._projector.every:
             self._projector.check(self._folder / self._main, loop.state.params)
@@ -124,7 +121,7 @@ class TensorBoardLogger:
             self._updated_at = loop.step
             loop.on.after_dispatch.append(functools.partial(self._update, loop))
 
-    def _update(self, loop: Loop, step: int) -> None:
+    def _update(self, loop: TrainLoop, step: int) -> None:
         if step - self._updated_at < self._update_freq:
             return
         self._updated_at, metrics = step, loop.running_metrics()
@@ -224,7 +221,7 @@ class TensorBoardLogger:
         for name in names:
             is_opened = name not in self._files
             file = self._opened(name)
-            if (is_opened and not file.is_first) or step <= self._step:
+            if (is_opened and not file.is_new) or step <= self._step:
                 file.restart(step)
         self._step = min(self._step, step - 1)
 
@@ -237,44 +234,10 @@ class TensorBoardLogger:
     def _add(self, step: int, made: list[Summary], name: str | None = None) -> None:
         self._opened(self._main if name is None else name).add(step, made)
 
-    def _opened(self, name: str) -> "_EventFile":
+    def _opened(self, name: str) -> EventFile:
         if name not in self._files:
-            self._files[name] = _EventFile(self._folder / name)
+            self._files[name] = EventFile(self._folder / name)
         return self._files[name]
-
-
-class _EventFile:
-    """Writes summaries to a new event file of a folder.
-
-    TensorBoard reads the files of a folder as one run, in the order of their names.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2
-
-        self._proto: Any = event_pb2
-        folder.mkdir(parents=True, exist_ok=True)
-        self.is_first = not any(folder.glob("*.tfevents.*"))
-        # The names of the package have whole seconds: a second file would replace the first.
-        self._file = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
-
-    def restart(self, step: int) -> None:
-        """Invalidates the records from this step on, in all files of the folder."""
-        self._write(step=step, session_log=self._proto.SessionLog(status="START"))
-
-    def add(self, step: int, summaries: Iterable[Summary]) -> None:
-        """Writes summaries of a step, and flushes them."""
-        for summary in summaries:
-            self._write(step=step, summary=summary)
-        self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-    def _write(self, **fields: object) -> None:
-        self._file.write_event(self._proto.Event(wall_time=time.time(), **fields))
 
 
 def _arrays(tree: PyTree) -> Iterator[tuple[str, np.ndarray]]:

@@ -8,7 +8,8 @@ from typing import ClassVar
 import jax
 import numpy as np
 
-from flaxfit.callbacks._callback import Loop, attached
+from flaxfit.callbacks._callback import attached
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Device, PyTree
 
@@ -83,12 +84,12 @@ class Throughput:
         self._tokens = tokens_per_example
         self._given_flops = flops_per_example
         self._peak = peak_flops
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self._flops: float | None = None
         """The operations per example."""
         self._utilisation = "mfu"
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Resets it for a loop."""
         self._loop = loop
         self._flops, self._utilisation = self._given_flops, "mfu"
@@ -136,7 +137,7 @@ def _peak_flops(kind: str) -> float | None:
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
-def _flops_per_example(loop: Loop) -> tuple[float, str]:
+def _flops_per_example(loop: TrainLoop) -> tuple[float, str]:
     """Returns the operations of a step per example, and "mfu", or "hfu" if some are repeated."""
     sizes = {x.shape[0] if x.shape else 0 for x in jax.tree.leaves(loop.input_shapes)}
     if len(sizes) > 1 or not all(sizes):

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Mapping
 
-from flaxfit.callbacks._callback import Loop
 from flaxfit.display import duration, plural
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Json
 
@@ -41,7 +41,7 @@ class Timer:
             )
         self._budget = {"seconds": seconds, "n_steps": n_steps}
         self._clock = clock
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self._reset(0)
 
     def _reset(self, step: int) -> None:
@@ -49,7 +49,7 @@ class Timer:
         self._used = {"seconds": 0.0, "n_steps": 0}
         """The budget used before a resume."""
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Starts to count."""
         self._loop = loop
         self._reset(loop.step)

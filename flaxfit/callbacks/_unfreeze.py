@@ -4,8 +4,9 @@ import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from flaxfit.callbacks._callback import Loop, attached
+from flaxfit.callbacks._callback import attached
 from flaxfit.display import say
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Json, flat
 
@@ -37,10 +38,10 @@ class Unfreeze:
             n: (patterns,) if isinstance(patterns, str) else tuple(patterns)
             for n, patterns in schedule.items()
         }
-        self._loop: Loop | None = None
+        self._loop: TrainLoop | None = None
         self._n_seen = 0
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Starts to count; checks that every pattern matches, and that a parameter is frozen."""
         self._loop, self._n_seen = loop, 0
         paths = list(flat(loop.state.params))
@@ -73,7 +74,7 @@ class Unfreeze:
             _unfreeze(self._loop, due)
 
 
-def _unfreeze(loop: Loop, patterns: Iterable[str]) -> int:
+def _unfreeze(loop: TrainLoop, patterns: Iterable[str]) -> int:
     """Unfreezes the parameters that match; returns the number of their arrays."""
     frozen = _frozen(loop)
     rest = [path for path in frozen if not any(re.fullmatch(p, path) for p in patterns)]
@@ -82,6 +83,6 @@ def _unfreeze(loop: Loop, patterns: Iterable[str]) -> int:
     return len(frozen) - len(rest)
 
 
-def _frozen(loop: Loop) -> list[str]:
+def _frozen(loop: TrainLoop) -> list[str]:
     patterns = loop.freeze
     return [p for p in flat(loop.state.params) if any(re.fullmatch(each, p) for each in patterns)]

@@ -4,8 +4,8 @@ import threading
 import time
 import weakref
 
-from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._exit import ExitCode, end_with_stacks
+from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
 
 _INTERVALS = 10
@@ -41,10 +41,10 @@ class Watchdog:
                 f"got seconds={seconds}, slow_seconds={slow_seconds}."
             )
         self._limits = {"training": seconds, "preparing": slow_seconds, "callbacks": slow_seconds}
-        self._loop: weakref.ref[Loop] | None = None
+        self._loop: weakref.ref[TrainLoop] | None = None
         self._ended: threading.Event | None = None
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: TrainLoop) -> None:
         """Starts to watch a loop."""
         self.close()
         self._loop = weakref.ref(loop)
@@ -56,7 +56,7 @@ class Watchdog:
             self._watch(self._loop)
         return checkpoint
 
-    def _watch(self, loop: weakref.ref[Loop]) -> None:
+    def _watch(self, loop: weakref.ref[TrainLoop]) -> None:
         self._ended = threading.Event()
         arguments = (loop, self._limits, self._ended)
         threading.Thread(
@@ -71,7 +71,7 @@ class Watchdog:
 
 
 def _guard(
-    loop_ref: weakref.ref[Loop], limits: dict[str, float | None], ended: threading.Event
+    loop_ref: weakref.ref[TrainLoop], limits: dict[str, float | None], ended: threading.Event
 ) -> None:
     interval = min(limit for limit in limits.values() if limit is not None) / _INTERVALS
     seen, waited, before = None, 0.0, time.monotonic()

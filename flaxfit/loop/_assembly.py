@@ -73,7 +73,7 @@ def _known_by(prepared: PreparedBatch, n: int) -> _Known:
     """Returns the plan for `n` items of the signature of this one."""
     weights, given = [], prepared.batch.weights
     if given is not None:  # The weights of 1 are the same in each step: transferred once.
-        given = jnp.asarray(given if n == 1 else np.stack([given] * n))
+        given = jax.device_put(given if n == 1 else np.stack([given] * n))
         weights = [prepared.strategy.split(given, n if n > 1 else 0)]
     return _Known(prepared, weights, n * prepared.n_examples)
 

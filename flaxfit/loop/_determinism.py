@@ -29,6 +29,9 @@ def is_inexact(platform: str, flags: str) -> bool:
       platform: the platform of the devices, as JAX names it.
       flags: the value of `XLA_FLAGS`; of a flag that is given twice, the last one counts.
     """
-    given = [flag.partition("=")[2] for flag in flags.lower().split() if flag.startswith(_EXACT)]
-    is_exact = given[-1:] in (["true"], ["1"], [""])
-    return platform in ("gpu", "cuda", "rocm") and not is_exact
+    given = [value for name, _, value in map(_parted, flags.split()) if name == _EXACT]
+    return platform in ("gpu", "cuda", "rocm") and given[-1:] not in (["true"], ["1"])
+
+
+def _parted(flag: str) -> tuple[str, str, str]:
+    return (flag.lower() if "=" in flag else f"{flag}=true").partition("=")

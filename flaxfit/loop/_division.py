@@ -243,7 +243,7 @@ class _Programs(NamedTuple):
     one: Function
     """The pass over a batch or a part of it."""
     together: Function
-    """The pass over stacked halves, mapped over the axis of replicas."""
+    """The pass over stacked parts, mapped over the axis of replicas."""
     evaluation: Function | None
     """The pass in evaluation mode; None if no trial needs it."""
     draws: bool
@@ -393,7 +393,7 @@ class Division(NamedTuple):
         jit = (lambda f: f) if runs_eagerly(run) else jax.jit
 
         def made(function: Function) -> Function:
-            is_differentiated = self.is_trained and proof.stops_gradients
+            is_differentiated = self.is_trained and proof.hides_gradients
             forms = [with_tangents(function)] * is_differentiated + [function]
             forms = [jit(lambda state, *others, f=f: f(_moved(*state), *others)) for f in forms]
 
@@ -485,7 +485,7 @@ class Division(NamedTuple):
     ) -> Callable[..., Difference]:
         return functools.partial(
             try_halves,
-            n_parts=n_examples(batch) // self._part(batch),
+            part=self._part(batch) if self.text else 0,
             before=getattr(state[0], "model_state", ()),
             compute=self.compute,
             close=proof.close,

@@ -201,8 +201,11 @@ class EvalLoop:
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         state = strategy.share(self._measured(state))
         sums = self._inspect(feed, first[0], state, data, is_cut=n_steps is not None)
-        totals, shapes = metric_totals.zero_totals(sums), structure_of(state)
-        layout = StateLayout(state)
+        layout, shapes, key = StateLayout(state), structure_of(state), structure_of(sums)
+        if key not in programs.found:
+            zeros = strategy.share(metric_totals.zero_totals(sums))
+            programs.found[key] = zeros, metric_totals.reader(sums)
+        totals, read = programs.found[key]
         leaves = layout.flatten(state)
         self._companions.refresh()
         companions, latest, update = self._companions.arguments, None, None
@@ -234,7 +237,7 @@ class EvalLoop:
         while waiting:
             collect()
         where = " in the data that was measured"
-        values = compute(metric_totals.reader(sums)(totals), self.task.metrics, where)
+        values = compute(read(totals), self.task.metrics, where)
         return values | collected.values(values)
 
     @without_mesh()

@@ -58,7 +58,7 @@ class Interrupts(threading.local):
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Defers interrupts in a `with` block: compiled calls may turn them into other errors."""
-        with contextlib.nullcontext() if self._replaced else self:
+        with self:
             was_held, self.is_held = self.is_held, True
             try:
                 yield

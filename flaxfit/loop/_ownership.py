@@ -21,7 +21,7 @@ def copier(where: str, strategy: Strategy) -> Copier | None:
     'ndarray'
 
     Args:
-      where: "device"; "host", as whole NumPy arrays; or "none".
+      where: "device"; "host", as whole NumPy arrays (of random keys, their data); or "none".
       strategy: the strategy that placed the arrays.
 
     Raises:

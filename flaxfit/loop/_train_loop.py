@@ -42,6 +42,8 @@ from flaxfit.strategies import Strategy
 from flaxfit.task import TrainTask, describe_loss, with_collections
 from flaxfit.tree import ArrayLike, Data, PyTree, check_jit, without_mesh
 
+_OPTIONS = {field.name for field in dataclasses.fields(TrainTask)}
+_RATES = ("lr", "learning_rate")
 _REPEATED = "flaxfit.data.as_stream(data, epochs=n) repeats a loader or a list of batches"
 
 
@@ -293,8 +295,8 @@ class TrainLoop:
             while self._due is None:
                 if schedule is not self.schedule:  # Set by an observer, or not yet read.
                     schedule, end = self.schedule, target()
-                    is_watched = self.on.after_step or self.on.before_step
-                    stepper.spacing = 1 if is_watched else schedule.every
+                is_watched = self.on.after_step or self.on.before_step
+                stepper.spacing = 1 if is_watched else self.schedule.every
                 if stepper.step >= end or stepper.cursor.ended and batch is None:
                     break
                 if self._is_finishing and stepper.tally.n_steps and is_alone:
@@ -791,3 +793,14 @@ class TrainLoop:
             "Cannot copy or pickle a TrainLoop: it holds compiled programs. Begin another loop "
             "with loop.state, which is a copy."
         )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # An option of the task, set here, would be kept and read by nothing: `loop.clip_norm = 1`.
+        is_ours = type(self).__module__.startswith("flaxfit.")  # Others keep what they like.
+        if is_ours and (name in _OPTIONS or name in _RATES) and not hasattr(type(self), name):
+            advice = f"use TrainLoop(loop.state, dataclasses.replace(loop.task, {name}=...))"
+            if name in _RATES:
+                advice = "use loop.set_hyperparams(learning_rate=...)"
+            words = f"A TrainLoop has no {name} to set: {advice}."
+            raise AttributeError(words, name=name, obj=self)
+        super().__setattr__(name, value)

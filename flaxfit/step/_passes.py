@@ -25,7 +25,7 @@ from flaxfit.tree import Array, Function, PyTree, path_of, shapes_of, tangents, 
 
 OBJECTIVE, SUMS = "The objective", "The metric {!r}, whose sums"
 _DRAWS = "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"
-_OWN_GRADIENTS = "stop_gradient", "custom_jvp_call"
+_HIDING = "stop_gradient", "custom_jvp_call"
 STATISTICS = "batch_stats"
 """The collection of BatchNorm's running statistics, which depend on the division."""
 
@@ -222,7 +222,7 @@ class Proof(NamedTuple):
     """Whether the traces differ only in sizes, as far as they were compared."""
     close: float = COARSE
     """The tolerance for rounding between programs of different sizes."""
-    stops_gradients: bool = True
+    hides_gradients: bool = True
     """Whether the pass may hide from values what is mixed, by `stop_gradient` or `custom_jvp`."""
     refusal: Exception | None = None
     """The error of tracing the first number of examples, if any."""
@@ -280,12 +280,12 @@ def prove(
     allowed = [
         kinds for tree, kinds in zip(found, wanted, strict=True) for _ in jax.tree.leaves(tree)
     ]
-    draws, stops = (any(holds(one, name) for name in names) for names in (_DRAWS, _OWN_GRADIENTS))
+    draws, hides = (any(holds(one, name) for name in names) for names in (_DRAWS, _HIDING))
     close = COARSE if computes_in_16_bits(one) else CLOSE
     try:
         kinds = kinds_of_results(one, two, leaves, n, factor)
     except OtherProgram:
-        return Proof(False, draws, is_same_program=False, close=close, stops_gradients=stops)
+        return Proof(False, draws, is_same_program=False, close=close, hides_gradients=hides)
     if all(kind in each for kind, each in zip(kinds, allowed, strict=True)):
         return Proof(is_independent=True, draws=draws)
     try:
@@ -293,7 +293,7 @@ def prove(
         is_same = _operations(few) == _operations(one)
     except Exception:  # It accepts other numbers of examples only.
         is_same = True
-    return Proof(False, draws, is_same_program=is_same, close=close, stops_gradients=stops)
+    return Proof(False, draws, is_same_program=is_same, close=close, hides_gradients=hides)
 
 
 def _operations(program: Any) -> list[str]:

@@ -72,7 +72,7 @@ def kinds_of_results(
       given: the kinds of the arguments.
       n: the number of rows in the first.
       factor: the ratio of the numbers of rows.
-      is_rule: whether the programs are rules of derivatives, which are not differentiated.
+      is_rule: whether the programs are rules of derivatives, whose own derivatives are not needed.
 
     Returns:
       The kinds of the results; None for those of unknown primitives.
@@ -210,10 +210,10 @@ def _results(pair: _Pair) -> list[Known]:
             is_kept = name != "custom_jvp_call" or pair.is_rule or _keeps_derivatives(pair, found)
             return found if is_kept else pair.all(None)
         return pair.all(None)
-    if name == "random_bits":  # Independent rows, although another size draws other numbers.
-        return pair.all(pair.rows if operands == [FREE] else None)
     if not any(_differ(pair)) and all(each == FREE for each in operands):
         return pair.all(FREE if pair.agree() else None)
+    if name == "random_bits":  # Independent rows, although another size draws other numbers.
+        return pair.all(pair.rows if operands == [FREE] else None)
     if len(pair.axes) > 1 and name not in ("dot_general", "gather"):
         return pair.all(None)
     if name in _ELEMENTWISE:
@@ -238,7 +238,7 @@ def _keeps_derivatives(pair: _Pair, found: list[Known]) -> bool:
     given = [*itertools.compress(pair.operands, is_variable)] * 2
     try:
         rules = [with_derivatives(each) for each in (pair.one, pair.two)]
-    except Exception:  # Results without derivatives, such as integers.
+    except Exception:  # It has none, such as for integers.
         return False
     return pair._replace(is_rule=True).kinds(rules, given) == found * 2
 

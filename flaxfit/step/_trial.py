@@ -52,13 +52,13 @@ class Difference(NamedTuple):
     rows: str = ""
     """The owner of rows or sums that depend on other examples, or on the batch size."""
     state: str = ""
-    """The path of a state array that is not the mean over the halves."""
+    """The path of a state array that is not the mean over the parts."""
     chained: str = ""
-    """The path of a state array that differs if the second half continues from the first."""
+    """The path of a state array that differs if each part continues from the previous one."""
     penalty: str = ""
-    """The paths of penalty terms that are not the mean over the halves."""
+    """The paths of penalty terms that are not the mean over the parts."""
     shared: str = ""
-    """The owner of an output without rows that is not the mean over the halves."""
+    """The owner of an output without rows that is not the mean over the parts."""
 
 
 Run = Callable[[PyTree, Batch, int], Pass]
@@ -137,7 +137,7 @@ def try_halves(
     state: PyTree,
     batch: Batch,
     *,
-    n_parts: int = 2,
+    part: int = 0,
     together: Run | None = None,
     continued: Callable[[PyTree, PyTree], PyTree] | None = None,
     before: PyTree = (),
@@ -158,7 +158,8 @@ def try_halves(
       run: the pass.
       state: the state.
       batch: the examples, from which a few are taken.
-      n_parts: the number of parts of the whole batch to take if `run` accepts no halves.
+      part: the number of examples in a part, to take parts of the batch if `run` accepts no halves;
+        0: the batch is not divided.
       together: a pass over all parts, stacked, that may reduce over the axis of replicas; its
         results are stacked. None: `run` on each part.
       continued: `(state, new model state) -> state`, for parts that continue from the previous one;
@@ -170,14 +171,17 @@ def try_halves(
       is_noisy: whether state and penalty may depend on batch statistics.
       draws: whether random numbers are drawn, perhaps from a fixed key: rows after the first part
         may then differ.
-      all_rows: whether to take all examples, as it also does if half of a few are too few.
+      all_rows: whether to take all examples, as it also does if `run` accepts no half of a few.
     """
-    given = _picked(batch, slice(None))
-    few = [] if all_rows else [(some_rows(run, state, batch), 2)]
-    for rows, k in (*few, (given, 2), (given, n_parts)):
-        n = n_examples(rows) // k
-        whole = _picked(rows, slice(k * n))
-        parts = [_picked(rows, slice(i * n, (i + 1) * n)) for i in range(k)]
+    given = [] if all_rows else [some_rows(run, state, batch)]
+    given.append(_picked(batch, slice(None)))
+    ways = [(rows, max(1, n_examples(rows) // 2)) for rows in given]
+    if 0 < part < ways[-1][1]:
+        ways.append((given[-1], part))
+    for rows, n in ways:
+        n_parts = n_examples(rows) // n
+        whole = _picked(rows, slice(n_parts * n))
+        parts = [_picked(rows, slice(i * n, (i + 1) * n)) for i in range(n_parts)]
         seeds = range(2 if draws else 1)
         wholes = [_read(run(state, whole, seed)) for seed in seeds]
         if draws and _arrays((wholes[0].state, wholes[0].penalty)):
@@ -260,7 +264,7 @@ def try_doubled(halves: Callable[..., Difference], batch: Batch, draws: bool) ->
     for n in (N_ROWS, n_all // 2 * 2):  # The model may take some numbers of rows only.
         rows = np.arange(n) % max(1, n // 2) % n_all
         with contextlib.suppress(Exception):
-            return halves(_picked(batch, rows), n_parts=2, draws=draws, all_rows=True)
+            return halves(_picked(batch, rows), part=0, draws=draws, all_rows=True)
     return Difference()
 
 

@@ -105,10 +105,10 @@ def inspect(
         return pass_forward
 
     known, key = {} if known is None else known, structure_of((state, batch))
-    traced, bound = known.get(key), bind(taking_states(task, pass_of))
+    traced = known.get(key)
     if traced is None:
         with calls_explained(batch.inputs, batch.targets), _explained(task, batch):
-            traced = trace(bound, state, batch, states_of(task))
+            traced = trace(bind(taking_states(task, pass_of)), state, batch, states_of(task))
     result = traced.shapes
     check_adds_loss(task, result.penalty)
     task = for_all_outputs(task, result.outputs, batch)

@@ -102,7 +102,7 @@ def test_options_of_keras_that_are_off_are_taken_and_others_refused(tmp_path):
         TensorBoardLogger(tmp_path, write_images=True)
 
 
-def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path, checkpoint_at):
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path, checkpoint_at):
     first = TensorBoardLogger(tmp_path)
     for step in (1, 2, 3, 4):
         first(checkpoint_at(step, loss=1.0))
@@ -112,12 +112,11 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path, checkpoint_a
         second(checkpoint_at(step, loss=2.0))
     second.close()
     assert scalars(tmp_path) == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("n_lost", [1, 15, 30])
-def test_a_record_that_a_killed_process_left_unfinished_hides_no_later_one(
-    tmp_path, checkpoint_at, n_lost
-):
+def test_a_record_that_a_killed_process_left_unfinished_is_cut_off(tmp_path, checkpoint_at, n_lost):
     log = TensorBoardLogger(tmp_path)
     for step in (1, 2, 3):
         log(checkpoint_at(step, loss=1.0))

@@ -23,6 +23,8 @@ EXACT = "--xla_gpu_deterministic_ops"
         ("gpu", f"--xla_dump_to=/tmp/x {EXACT}=1", False),
         ("gpu", EXACT, False),
         ("gpu", f"{EXACT}=true {EXACT}=false", True),
+        ("gpu", f"{EXACT}=", True),
+        ("gpu", f"{EXACT}_other=true", True),
         ("cpu", "", False),
         ("tpu", "", False),
     ],

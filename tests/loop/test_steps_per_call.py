@@ -104,6 +104,19 @@ def test_watchers_see_each_step_also_those_that_come_later():
     assert seen == [*range(13, 37)]
 
 
+def test_a_watcher_that_comes_between_two_checkpoints_sees_each_step():
+    loop = make_loop(n_steps=96, n_steps_per_checkpoint=48, first_checkpoint=48)
+    seen = []
+
+    def add(step):
+        if step == 24:
+            loop.watchers.append(seen.append)
+
+    loop.dispatch_watchers.append(add)
+    assert [checkpoint.step for checkpoint in loop] == [48, 96]
+    assert seen == [*range(25, 97)]
+
+
 @pytest.mark.slow
 def test_models_with_loops_of_unknown_length_take_one_step_per_dispatch():
     class Halving(nn.Module):

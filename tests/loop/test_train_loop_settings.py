@@ -1,10 +1,12 @@
 """What a training loop says of itself, and what can be set on it."""
 
+import dataclasses
 import xml.etree.ElementTree as ET
 
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import linen as nn
 
 import flaxfit as ff
@@ -53,3 +55,18 @@ def test_the_repr_of_a_loop_is_one_line_without_data_or_weights():
     assert repr(loop) == (
         f"TrainLoop(mse, step=0, n_steps=10, n_steps_per_checkpoint=5, {strategy}, 4 params)"
     )
+
+
+def test_options_of_the_task_are_not_set_by_assignment():
+    loop = make_loop(ff.DataParallel(jax.devices()[:1]))
+    for name in ("optimizer", "loss", "clip_norm", "metrics"):
+        words = rf"no {name} to set: use .*replace\(loop.task, {name}=...\)"
+        with pytest.raises(AttributeError, match=words):
+            setattr(loop, name, None)
+    with pytest.raises(AttributeError, match=r"use loop.set_hyperparams\(learning_rate=...\)"):
+        loop.learning_rate = 0.1
+    task = dataclasses.replace(loop.task, clip_norm=1.0)  # As the error says.
+    other = ff.TrainLoop(loop.state, task, strategy=loop.strategy, stdout=False)
+    assert other.next_step().step == 1
+    loop.freeze, loop.notes = ".*bias", ["ours"]
+    assert (loop.task.freeze, loop.notes) == ((".*bias",), ["ours"])

@@ -104,6 +104,8 @@ COMBINING = {
 KEEPING = {
     "product": lambda x: x @ W,
     "relu": lambda x: jax.nn.relu(x @ W) + jnp.logaddexp(x, 0.5),
+    "weight noise": lambda x: x @ (W + jax.random.normal(jax.random.key(0), W.shape)),
+    "broadcast dropout": lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, (1, 4)),
     "own derivative": lambda x: doubled(x, W),
     "stacked rows": lambda x: jnp.stack([jnp.tanh(row) for row in x]),
     "sort and back": unsorted,
