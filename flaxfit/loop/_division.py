@@ -357,6 +357,7 @@ class Division(NamedTuple):
         # one that does not is a constant.
         n = self._part(batch)
         n_parts = n_examples(batch) if self.by_example else self.n_replicas * self.n_parts
+        # A single example is compared with two even if no batch is divided.
         sizes = [(n, max(2, n_parts))] if n_parts > 1 or n == 1 else []
         # A remainder may have any size, and run at another.
         least = 2, max(2, -(-n // 2))

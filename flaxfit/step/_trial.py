@@ -176,7 +176,7 @@ def try_halves(
     given = [] if all_rows else [some_rows(run, state, batch)]
     given.append(_picked(batch, slice(None)))
     ways = [(rows, max(1, n_examples(rows) // 2)) for rows in given]
-    if 0 < part < ways[-1][1]:
+    if 0 < part < ways[-1][1] and n_examples(batch) % part == 0:
         ways.append((given[-1], part))
     for rows, n in ways:
         n_parts = n_examples(rows) // n
@@ -190,7 +190,7 @@ def try_halves(
         with contextlib.suppress(Exception):
             by_part = _by_part(run, state, parts, seeds, together, continued)
             break
-    else:  # It accepts one batch size only: a divided batch raises its own error.
+    else:  # It accepts none of these parts: a divided batch raises its own error.
         return Difference()
     one, firsts = wholes[0], [passes[0] for passes in by_part]
     if any(part.rows.keys() != one.rows.keys() for part in firsts):
