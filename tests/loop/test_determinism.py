@@ -11,6 +11,7 @@ from flaxfit.loop import _determinism
 from flaxfit.loop._determinism import is_inexact
 
 EXACT = "--xla_gpu_deterministic_ops"
+PART, LEVEL = "--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_autotune_level"
 
 
 @pytest.mark.parametrize(
@@ -23,8 +24,9 @@ EXACT = "--xla_gpu_deterministic_ops"
         ("gpu", f"--xla_dump_to=/tmp/x {EXACT}=1", False),
         ("gpu", EXACT, False),
         ("gpu", f"{EXACT}=true {EXACT}=false", True),
-        ("gpu", f"{EXACT}=", True),
-        ("gpu", f"{EXACT}_other=true", True),
+        ("gpu", f"{PART}=true", True),
+        ("gpu", f"{PART}=true {LEVEL}=4", True),
+        ("gpu", f"{PART}=true {LEVEL}=0", False),
         ("cpu", "", False),
         ("tpu", "", False),
     ],
