@@ -234,6 +234,8 @@ def _results(pair: _Pair) -> list[Known]:
 
 def _keeps_derivatives(pair: _Pair, found: list[Known]) -> bool:
     """Whether a custom rule gives the derivatives of results of these kinds the same kinds."""
+    if pair.one.params["symbolic_zeros"]:  # Another rule may hold where a direction is zero.
+        return False
     is_variable = [not isinstance(each, Literal) for each in pair.one.invars]
     given = [*itertools.compress(pair.operands, is_variable)] * 2
     try:

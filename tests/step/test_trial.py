@@ -204,6 +204,9 @@ def test_most_programs_that_keep_rows_apart_are_proven(sizes):
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_rule_of_derivatives_that_combines_rows_is_not_proven(n):
     assert not is_proven(lambda x: centered(x @ W), n) and is_proven(lambda x: jnp.tanh(x @ W), n)
+    own = jax.custom_jvp(jnp.tanh)
+    own.defjvp(lambda x, direction: (jnp.tanh(x[0]), 1 * direction[0]), symbolic_zeros=True)
+    assert not is_proven(own, n)  # What it computes without a direction is not traced.
 
 
 @pytest.mark.parametrize("name", ONE_ROW)
