@@ -1,6 +1,7 @@
 """ArrayStream: batches of arrays, in an order that depends only on the seed and the epoch."""
 
 import copy
+from collections.abc import Iterator
 from typing import Self
 
 import jax
@@ -111,7 +112,9 @@ class ArrayStream:
         if self._is_over():
             raise StopIteration
         start = self._batch * self.batch_size
-        rows = _own_slice(slice(start, min(start + self.batch_size, self.n_examples)))
+        rows = slice(start, min(start + self.batch_size, self.n_examples))
+        if process_count() > 1:
+            rows = _own_slice(rows)
         batch = self.pick(self._ordered()[rows] if self.shuffle else rows)
         self._advance()
         return batch
@@ -225,11 +228,21 @@ class ArrayStream:
         return self.epochs is not None and self.epoch >= self.epochs
 
 
+def rest_of_pass(stream: ArrayStream) -> Iterator[tuple[PyTree, ...]]:
+    """Iterates over the rest of a single pass; full batches in order are read-only views."""
+    if not (stream.shuffle or stream._is_over() or process_count() > 1):
+        size, advance, unflatten = stream.batch_size, stream._advance, stream._structure.unflatten
+        full = stream._batch, stream.n_examples // size
+        columns = [column.batches(*full, size) for column in stream._columns]
+        for leaves in zip(*columns, strict=True):
+            advance()
+            yield unflatten(leaves)
+    yield from stream
+
+
 def _own_slice(rows: slice) -> slice:
     """Returns the rows of a batch that this process takes."""
     n, size = process_count(), rows.stop - rows.start
-    if n == 1:
-        return rows
     if size % n:
         raise ValueError(
             f"Cannot divide a batch of {size} examples evenly among {n} processes. Pass the "

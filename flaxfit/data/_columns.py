@@ -1,6 +1,6 @@
 """Columns: selects rows of the arrays of a data set, and checks their common length."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -31,15 +31,26 @@ class Column:
         self.is_mapped = mapping_of(array) is not None
         if self.is_mapped:
             # Do not narrow here: that would read the whole file.
-            pick = MappedArray(array).pick
-            self._pick = pick if chosen is None else lambda rows: pick(chosen[rows])
+            mapped, dtype = MappedArray(array), self._dtype
+            self._array = None
+            self.pick = lambda rows: narrow(
+                mapped.pick(rows if chosen is None else chosen[rows]), dtype
+            )
         else:
-            self._pick = _picker(narrow(array, self._dtype))
+            self._array = narrow(array, self._dtype)
+            self.pick = _picker(self._array)
 
-    def pick(self, rows: Rows) -> np.ndarray:
-        """Returns the rows of a slice (a view, if possible) or of an array of row numbers."""
-        picked = self._pick(rows)
-        return picked if picked.dtype == self._dtype else narrow(picked, self._dtype)
+    pick: Callable[[Rows], np.ndarray]
+    """Returns the rows of a slice (a view, if possible) or of an array of row numbers."""
+
+    def batches(self, first: int, last: int, size: int) -> Iterable[np.ndarray]:
+        """Returns the batches from `first` to `last`, of `size` rows, as read-only views."""
+        if self._array is None:
+            return (self.pick(slice(i * size, (i + 1) * size)) for i in range(first, last))
+        views = self._array[first * size : last * size].view()
+        views.flags.writeable = False
+        # NumPy makes the views several times faster than slices one by one.
+        return views.reshape(-1, size, *views.shape[1:])
 
 
 def _picker(array: np.ndarray) -> Callable[[Rows], np.ndarray]:

@@ -56,17 +56,31 @@ class Assembler:
         `prepare` pads or cuts one item to a size that can be split.
         """
         n, item = len(items), items[0]
-        key, leaves = _key_of(item) if n == 1 else _key_of_several(items)
+        if n == 1:
+            return self.one(item, prepare)
+        key, leaves = _key_of_several(items)
         known = self._known.get(key)
         if known is None:
             first = prepare(item)
             if key is None or not _takes_arrays(item, first):
                 return _loaded([first, *map(prepare, items[1:])])
             known = self._known[key] = _known_by(first, n)
-        split, n_stacked = known.prepared.strategy.split, n if n > 1 else 0
-        leaves = leaves if n == 1 else [_stacked(each) for each in leaves]
-        arrays = [split(leaf, n_stacked) for leaf in leaves]  # Faster than all in one call.
+        split = known.prepared.strategy.split
+        arrays = [split(_stacked(each), n) for each in leaves]
         return Loaded(known.prepared, arrays + known.weights, n, known.n_examples)
+
+    def one(self, item: PyTree, prepare: Callable[[PyTree], PreparedBatch]) -> Loaded:
+        """Loads the batch of one item."""
+        key, leaves = _key_of(item)
+        known = self._known.get(key)
+        if known is None:
+            prepared = prepare(item)
+            if key is None or not _takes_arrays(item, prepared):
+                return _loaded([prepared])
+            known = self._known[key] = _known_by(prepared, 1)
+        split = known.prepared.strategy.split
+        arrays = [split(leaf) for leaf in leaves]  # Faster than all in one call.
+        return Loaded(known.prepared, arrays + known.weights, 1, known.n_examples)
 
 
 def _known_by(prepared: PreparedBatch, n: int) -> _Known:

@@ -1,12 +1,14 @@
 """Cursor: reads a stream ahead, and tracks the position after the last committed batch."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from flaxfit.data import ArrayStream, as_stream
+from flaxfit.data._arrays import rest_of_pass
 from flaxfit.data._batch import detached
 from flaxfit.data._prefetch import PrefetchedStream
 from flaxfit.loop._local_rows import knows_rows
@@ -82,6 +84,19 @@ class Cursor:
         if not self._fetched:
             self._position = self.stream_position()
         return self.fetch(1, is_ahead=True)
+
+    def remaining(self) -> Iterator[PyTree]:
+        """Iterates over the other items of a single pass, without keeping positions."""
+        yield from (item for item, _ in self._fetched)
+        self._fetched.clear()
+        stream: Any = self.stream
+        if type(stream) is ArrayStream and not self.takes_rows:
+            # The pass ends before its caller can change the arrays: they need not be copied.
+            stream = rest_of_pass(stream)
+        advance = stream.next_rows if self.takes_rows else stream.__next__
+        with contextlib.suppress(StopIteration):
+            while not self._has_run_out:
+                yield advance()
 
     def stepped(self, n: int) -> None:
         """Commits the first `n` fetched items, after their step was dispatched."""

@@ -133,10 +133,10 @@ class Feed:
     # Batches of the stream.
 
     def __iter__(self) -> Iterator[tuple[PyTree, Loaded]]:
-        """Iterates over the items of the stream, each with its batch on the devices."""
-        while items := self.cursor.fetch(1):
-            yield items[0], self.load(items)
-            self.cursor.stepped(1)
+        """Iterates over the items of one pass, each with its batch on the devices."""
+        form = NO_ROLES if self.cursor.takes_rows else self._form
+        for item in self.cursor.remaining():
+            yield item, self._assemble.one(form(item), self._prepare)
 
     def load(self, items: Sequence[PyTree]) -> Loaded:
         """Loads the batches of fetched items; only the first if they need different programs."""
@@ -227,7 +227,7 @@ class Feed:
             batch = self.given(item)
             return self._padder_of(batch, self._given_padders, self._make_given)(batch)
 
-        return self._assemble_given([item], prepare)
+        return self._assemble_given.one(item, prepare)
 
     # Batches for the cost of a step.
 

@@ -147,9 +147,10 @@ class DataParallel:
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
         # Not `isinstance(x, jax.Array)`, which would take as long as all the rest.
         is_host = isinstance(x, np.ndarray)
-        x = x if n_stacked else unaliased(x)
+        if is_host and not n_stacked:
+            x = unaliased(x)
         if self._is_unsplit:
-            is_usable = isinstance(x, np.ndarray) or x.sharding == self._first
+            is_usable = is_host or x.sharding == self._first
             return x if is_usable else jax.device_put(x, self._whole)
         n = len(self._local)
         if n_stacked:
@@ -163,7 +164,8 @@ class DataParallel:
         """Returns NumPy arrays of all examples in order, from outputs of a split batch."""
         is_on_cpu = self.devices[0].platform == "cpu"  # NumPy reads a CPU's memory in place.
         host = outputs if is_on_cpu else jax.device_get(outputs)
-        rows = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), host)
+        leaves, structure = jax.tree.flatten(host)
+        rows = structure.unflatten([np.asarray(x).reshape(-1, *x.shape[2:]) for x in leaves])
         return multihost_utils.process_allgather(rows, tiled=True) if self.n_processes > 1 else rows
 
     def narrow(self, n_examples: int) -> "DataParallel":
