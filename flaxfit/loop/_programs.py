@@ -53,7 +53,7 @@ class Programs:
         with self.watch, calls_explained(batch.inputs, batch.targets):
             consistency.program(step, batch, is_weighted=prepared.is_weighted)
             yield
-            consistency.compiled(step, getattr(prepared.strategy, "text", ""))
+            consistency.compiled(step, prepared.strategy.text)
         self._announce(prepared, self.watch.seconds - before)
 
     def _announce(self, prepared: PreparedBatch, seconds: float) -> None:

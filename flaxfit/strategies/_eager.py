@@ -31,6 +31,7 @@ class Eager:
     virtual_replicas: int | None = None
     shardings: None = None
     runs_eagerly = True
+    text = ""
 
     def __init__(self, strategy: Strategy | None = None):
         strategy = DataParallel(jax.local_devices()[:1]) if strategy is None else strategy

@@ -48,6 +48,11 @@ class Strategy(Protocol):
         """`abstract state -> shardings` to create the arrays with; None: anywhere."""
         ...
 
+    @property
+    def text(self) -> str:
+        """The lowered text of the latest program, if several processes compare it; else ""."""
+        ...
+
     def place(self, tree: PyTree) -> PyTree:
         """Puts a copy of a tree of whole arrays onto the devices."""
         ...
