@@ -49,8 +49,7 @@ def pass_of(
     Args:
       task: the task to train or to measure.
       with_losses: whether values of the loss must depend on their own row alone.
-      evaluates: whether to compute everything in evaluation mode; state and penalty only if those
-        of training depend on batch statistics.
+      evaluates: whether to compute everything in evaluation mode.
     """
 
     own = own_metrics(task)
@@ -70,10 +69,7 @@ def pass_of(
         else:
             rows = by_output(measured.outputs)
             rows |= _compared(task, measured.outputs, batch, with_losses)
-        sums = _sums(bound, measured)
-        if evaluates and not is_noisy:
-            return Pass(rows, sums)
-        return Pass(rows, sums, kept, result.sown)
+        return Pass(rows, _sums(bound, measured), kept, result.sown)
 
     return run
 

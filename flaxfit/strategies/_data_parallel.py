@@ -147,10 +147,9 @@ class DataParallel:
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
         # Not `isinstance(x, jax.Array)`, which would take as long as all the rest.
         is_host = isinstance(x, np.ndarray)
-        if is_host and not n_stacked:
-            x = unaliased(x)
+        x = x if n_stacked else unaliased(x)
         if self._is_unsplit:
-            is_usable = is_host or x.sharding == self._first
+            is_usable = isinstance(x, np.ndarray) or x.sharding == self._first
             return x if is_usable else jax.device_put(x, self._whole)
         n = len(self._local)
         if n_stacked:
