@@ -49,9 +49,7 @@ class Labels(NamedTuple):
 
 def labels_for(loss: Loss, outputs: ArrayLike) -> Labels | None:
     """Returns the labels that a loss accepts for outputs of this shape; None: any."""
-    options: Mapping[str, Any] = {}
-    if isinstance(loss, functools.partial) and not loss.args:
-        loss, options = loss.func, loss.keywords
+    loss, options = _unwrapped(loss)
     known, label = _labels_for(loss, outputs, options), options.get("ignore_label")
     if known is None or label is None:
         return known
@@ -71,6 +69,12 @@ def _labels_for(loss: Loss, outputs: ArrayLike, options: Mapping[str, Any]) -> L
     if _is_one_of(_OF_SIGNS, loss):
         return Labels("-1 or 1", name, lambda y: (y != 1) & (y != -1), 1)
     return None
+
+
+def _unwrapped(loss: Loss) -> tuple[Loss, Mapping[str, Any]]:
+    """Returns a loss without its options, and the options."""
+    is_configured = isinstance(loss, functools.partial) and not loss.args
+    return (loss.func, loss.keywords) if is_configured else (loss, {})
 
 
 def _is_one_of(losses: Sequence[Loss], loss: Loss) -> bool:
@@ -182,9 +186,7 @@ def _not_a_share(labels: Array) -> Array:
 
 def _by_value(loss: Loss, wrong_labels: Array) -> Array:
     """Returns a mask of the loss values with a wrong label."""
-    options: Mapping[str, Any] = {}
-    if isinstance(loss, functools.partial):
-        loss, options = loss.func, loss.keywords
+    loss, options = _unwrapped(loss)
     if _is_one_of(_OF_ROWS, loss):
         return wrong_labels.any(options.get("axis", -1))
     if _is_one_of(_OF_MASKS, loss):

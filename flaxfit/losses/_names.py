@@ -19,51 +19,30 @@ from flaxfit.losses import (
     _triplet,
 )
 from flaxfit.losses._keras import ALIASES, refuse_keras
-from flaxfit.tree import LossFn, check_order
+from flaxfit.losses._shared import is_public
+from flaxfit.tree import LossFn as Loss
+from flaxfit.tree import check_order
 
-Loss = LossFn
-
+_MODULES = (_crossentropy, _regression, _hinge, _focal, _overlap, _ctc, _circle, _contrastive)
 _LOSSES: dict[str, Loss] = {
-    loss.__name__: loss
-    for loss in (
-        _crossentropy.crossentropy,
-        _crossentropy.onehot_crossentropy,
-        _crossentropy.binary_crossentropy,
-        _regression.mse,
-        _regression.mae,
-        _regression.huber,
-        _regression.log_cosh,
-        _hinge.hinge,
-        _crossentropy.kl_divergence,
-        _regression.cosine_distance,
-        _regression.cosine_similarity,
-        _regression.mape,
-        _regression.smape,
-        _regression.msle,
-        _regression.poisson,
-        _focal.binary_focal_crossentropy,
-        _focal.categorical_focal_crossentropy,
-        _focal.generalized_crossentropy,
-        _hinge.squared_hinge,
-        _hinge.categorical_hinge,
-        _overlap.dice,
-        _overlap.tversky,
-        _ctc.ctc,
-        _circle.circle,
-        _contrastive.info_nce,
-        _contrastive.supervised_contrastive,
-        _triplet.triplet,
-    )
+    name: each
+    for module in (*_MODULES, _triplet)
+    for name, each in vars(module).items()
+    if is_public(each)
 }
-_ALIASES: dict[str, Loss] = {name: _LOSSES[own] for name, own in ALIASES.items()} | {
-    "cross_entropy": _crossentropy.crossentropy,
-    "squared_error": _regression.mse,
-    "absolute_error": _regression.mae,
-    "huber_loss": _regression.huber,
-    "logcosh": _regression.log_cosh,
-    "binary_focal": _focal.binary_focal_crossentropy,
-    "categorical_focal": _focal.categorical_focal_crossentropy,
-    "ctc_loss": _ctc.ctc,
+_ALIASES: dict[str, Loss] = {
+    name: _LOSSES[own]
+    for name, own in {
+        **ALIASES,
+        "cross_entropy": "crossentropy",
+        "squared_error": "mse",
+        "absolute_error": "mae",
+        "huber_loss": "huber",
+        "logcosh": "log_cosh",
+        "binary_focal": "binary_focal_crossentropy",
+        "categorical_focal": "categorical_focal_crossentropy",
+        "ctc_loss": "ctc",
+    }.items()
 }
 _CHECKED: dict[Loss, Loss] = {
     optax.softmax_cross_entropy_with_integer_labels: _crossentropy.crossentropy,

@@ -34,8 +34,13 @@ def public(loss: LossFn) -> LossFn:
     itself = short_errors(configured)
     attributes = vars(itself)
     del attributes["__wrapped__"]
-    attributes["__signature__"] = signature
+    attributes |= {"__signature__": signature, "is_public": True}
     return itself
+
+
+def is_public(each: object) -> bool:
+    """Returns whether this is a loss that `public` made."""
+    return getattr(each, "is_public", False)
 
 
 def _checked_options(name: str, options: dict[str, Any], known: list[str]) -> dict[str, Any]:
