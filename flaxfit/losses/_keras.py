@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flaxfit.tree import LossFn, PyTree
+from flaxfit.tree import Function, LossFn, PyTree, parameters
 
 _OWN = {
     "SparseCategoricalCrossentropy": "crossentropy",
@@ -39,27 +39,34 @@ ALIASES = {**OF_CLASSES, **OF_FUNCTIONS, **SHORT, **{n.lower(): own for n, own i
 def refuse_keras(loss: PyTree, known: Mapping[str, LossFn]) -> None:
     """Rejects a Keras loss, which takes the targets first, and names the one among `known`."""
     kind = loss if inspect.isclass(loss) or inspect.isfunction(loss) else type(loss)
-    if str(kind.__module__).partition(".")[0] not in ("keras", "tf_keras"):
+    if not is_of_keras(kind):
         return
     name = kind.__name__
     own = OF_FUNCTIONS.get(name) if inspect.isfunction(loss) else OF_CLASSES.get(name)
     if own is None:
         return
-    options = _options(loss, known[own])
-    call = f"flaxfit.losses.{own}" + (f"({options})" if options else "")
+    given = getattr(loss, "_fn_kwargs", {})
+    call = call_of(f"flaxfit.losses.{own}", given, {"ignore_class": "ignore_label"}, known[own])
     raise TypeError(
         f"{name} of Keras takes the targets first, and flaxfit calls loss(outputs, targets): use "
         f"{call} or a name, loss={own!r}. Losses of classes take logits, unless from_logits=False."
     )
 
 
-def _options(loss: PyTree, own: LossFn) -> str:
-    """Returns the options of a Keras loss object that its counterpart has, except defaults."""
-    defaults = {p.name: p.default for p in inspect.signature(own).parameters.values()}
-    given: Mapping[str, Any] = getattr(loss, "_fn_kwargs", {})
-    renamed = {{"ignore_class": "ignore_label"}.get(name, name): x for name, x in given.items()}
-    return ", ".join(
+def is_of_keras(kind: Any) -> bool:
+    """Returns whether a class or a function is one of Keras."""
+    return str(kind.__module__).partition(".")[0] in ("keras", "tf_keras")
+
+
+def call_of(
+    path: str, given: Mapping[str, Any], renamed: Mapping[str, str], own: Function | None
+) -> str:
+    """Returns the call of a counterpart, with the given options that it has, except defaults."""
+    known = parameters(own)
+    named = {renamed.get(name, name): value for name, value in given.items()}
+    options = ", ".join(
         f"{name}={value!r}"
-        for name, value in renamed.items()
-        if name in defaults and value != defaults[name]
+        for name, value in named.items()
+        if name in known and value is not None and value != known[name].default
     )
+    return path + (f"({options})" if options else "")
