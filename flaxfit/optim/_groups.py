@@ -150,7 +150,7 @@ class MultiOptimizer(Adjustable):
                 of_selected(extra, params, functools.partial(selected, labels, number)),
             )
             if only in (None, number)
-            else _STILL
+            else optax.set_to_zero()  # This step skips the group, which keeps its state.
             for number, (optimizer, of_group, given) in enumerate(
                 zip(self._optimizers, state.states, sets, strict=True)
             )
@@ -210,10 +210,6 @@ def _is_selected(filter: Filter) -> bool:
     return isinstance(filter, Selection) or is_nnx_filter(filter)
 
 
-# A group that this step skips: it keeps its parameters and its state.
-_STILL = optax.GradientTransformation(
-    lambda params: (), lambda updates, state, params=None: (optax.tree.zeros_like(updates), state)
-)
 # The state of parameters in no group.
 _REST = optax.MaskedState(optax.EmptyState())
 
