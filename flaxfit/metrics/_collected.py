@@ -2,17 +2,21 @@
 
 import dataclasses
 import inspect
-from typing import Any
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
-from flaxfit.metrics._adapter import is_metric_class
-from flaxfit.metrics._collecting_classes import from_collecting_class
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.metrics._adapter import caller_of, cannot_use, is_metric_class
 from flaxfit.metrics._metric import Metric
-from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
+from flaxfit.metrics._rows import MAX_ROWS, collecting
 from flaxfit.tree import (
     Array,
     Function,
     PyTree,
-    Sums,
     check_argument_order,
     parameters,
     whole_number,
@@ -53,7 +57,7 @@ def collected(
     """
     whole_number("max_rows", max_rows)
     if is_metric_class(f):
-        metric = from_collecting_class(f)
+        metric = _of_class(f)
         name, mode = name or metric.name, mode or metric.mode
         return dataclasses.replace(metric, name=name, mode=mode, max_rows=max_rows)
     if not callable(f):
@@ -62,14 +66,12 @@ def collected(
     name = name or getattr(f, "__name__", None)
     takes_weights = "weights" in parameters(f)
 
-    def measure(*arguments: PyTree, weights: Array | None = None) -> Sums:
-        _check_call(name, f, arguments, {"weights": weights} if takes_weights else {})
-        return rows_of(name, arguments, weights)
+    def prepare(*arguments: PyTree) -> tuple[tuple[PyTree, ...], Array | None]:
+        *arrays, weights = arguments
+        _check_call(name, f, arrays, {"weights": weights} if takes_weights else {})
+        return tuple(arrays), weights
 
-    def compute(rows: Sums) -> Any:
-        return value_of(name, f, rows, takes_weights=takes_weights)
-
-    return Metric(measure, compute, name, mode=mode, max_rows=max_rows)
+    return collecting(name, prepare, f, takes_weights=takes_weights, mode=mode, max_rows=max_rows)
 
 
 def _check_call(name: str | None, f: Function, arguments: PyTree, options: Any) -> None:
@@ -84,3 +86,52 @@ def _check_call(name: str | None, f: Function, arguments: PyTree, options: Any) 
         ) from None
     except ValueError:  # Some callables have no signature.
         return
+
+
+def is_collecting_class(metric: object) -> TypeGuard[type[Any]]:
+    """Returns whether this is a clu `CollectingMetric`, or a class without its own `merge`."""
+    # A user with such a class has imported clu; nobody else should pay for its import.
+    clu = sys.modules.get("clu.metrics")
+    if clu is None or not is_metric_class(metric):
+        return False
+    return issubclass(metric, clu.CollectingMetric) or metric.merge is clu.Metric.merge
+
+
+def _of_class(metric_class: type[Any]) -> Metric:
+    """Makes a collected `Metric` of a metric class. Rows of weight 0 are left out."""
+    clu = sys.modules.get("clu.metrics")
+    if clu is not None and issubclass(metric_class, clu.CollectingMetric):
+        return _of_collecting_metric(metric_class)
+
+    def prepare(*arguments: Any) -> tuple[tuple[PyTree, ...], Array | None]:
+        *arrays, weights = arguments
+        caller_of(metric_class, tuple(arrays))  # Raises if they do not fit.
+        return tuple(arrays), weights
+
+    def value(*arguments: PyTree) -> np.ndarray:
+        call = caller_of(metric_class, arguments)
+        return np.asarray(call(*jax.tree.map(jnp.asarray, arguments)).compute())
+
+    return collecting(metric_class.__name__, prepare, value, takes_weights=False)
+
+
+def _of_collecting_metric(metric_class: type[Any]) -> Metric:
+    """Collects the values that the class keeps of each batch, and computes from all of them."""
+    name = metric_class.__name__
+
+    def prepare(*arguments: Any) -> tuple[tuple[PyTree, ...], Array | None]:
+        *arrays, weights = arguments
+        named: dict[str, PyTree] = {}
+        for role, each in zip(("logits", "labels"), arrays, strict=False):
+            named |= each if isinstance(each, Mapping) else {role: each}
+        try:
+            state = metric_class.from_model_output(**named)
+        except KeyError as error:
+            why = f"it asks for the model output {error}, and flaxfit passes {', '.join(named)}"
+            raise cannot_use(name, why) from error
+        return (state.values,), weights
+
+    def value(values: PyTree) -> Any:
+        return metric_class(values).compute()
+
+    return collecting(name, prepare, value, takes_weights=False)

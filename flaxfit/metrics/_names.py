@@ -28,8 +28,7 @@ from flaxfit.metrics._adapter import (
     members_of,
 )
 from flaxfit.metrics._aliases import ALIASES, known_as
-from flaxfit.metrics._collected import collected
-from flaxfit.metrics._collecting_classes import is_collecting_class
+from flaxfit.metrics._collected import collected, is_collecting_class
 from flaxfit.metrics._confusion import confusion_matrix
 from flaxfit.metrics._keras import refuse_keras
 from flaxfit.metrics._metric import Metric, mean, why_taken

@@ -10,10 +10,10 @@ import numpy as np
 from flaxfit.metrics._labels import binary_scores
 from flaxfit.metrics._metric import Metric, ratio, weights_of
 from flaxfit.metrics._regression import check_numbers
-from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
+from flaxfit.metrics._rows import collecting
 from flaxfit.metrics._scores import Ranked
 from flaxfit.metrics._validity import counted_weights, warn_of
-from flaxfit.tree import Array, ArrayLike, Function, Sums
+from flaxfit.tree import Array, ArrayLike, Function
 
 Rows = Callable[[np.ndarray, np.ndarray, np.ndarray], ArrayLike]
 """`(outputs, targets, weights) -> value`, over the flat elements of nonzero weight."""
@@ -21,14 +21,7 @@ Rows = Callable[[np.ndarray, np.ndarray, np.ndarray], ArrayLike]
 
 def _pair(name: str, prepare: Function, value: Rows, configure: Function | None = None) -> Metric:
     """Makes a collected metric of the elements of `prepare(outputs, targets, weights)`."""
-
-    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
-        outputs, targets, weights = prepare(outputs, targets, weights)
-        return rows_of(name, (outputs, targets), weights)
-
-    of = functools.partial(_of_weight, value)
-    compute = functools.partial(value_of, name, of, takes_weights=True)
-    return Metric(measure, compute, name, configure, max_rows=MAX_ROWS)
+    return collecting(name, prepare, functools.partial(_of_weight, value), configure)
 
 
 def _of_weight(value: Rows, outputs: Any, targets: Any, weights: Any) -> ArrayLike:
@@ -40,15 +33,15 @@ def _of_weight(value: Rows, outputs: Any, targets: Any, weights: Any) -> ArrayLi
     return value(*(each.astype(float) for each in found))
 
 
-def _numbers(outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, Any, Any]:
+def _numbers(outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, Array]:
     outputs, targets = check_numbers(outputs, targets)
-    return outputs, targets, weights_of(outputs, weights)
+    return (outputs, targets), weights_of(outputs, weights)
 
 
-def _scores(name: str, outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, ...]:
+def _scores(name: str, outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, Array]:
     found = binary_scores(outputs, targets, name=name)
     counted, _ = counted_weights(found, weights)
-    return found.outputs, jnp.asarray(found.actual, jnp.float32), counted
+    return (found.outputs, jnp.asarray(found.actual, jnp.float32)), counted
 
 
 def _curve(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike) -> tuple[np.ndarray, ...]:
@@ -62,9 +55,9 @@ def _curve(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike) -> tuple[np
 def _by_column(ranked: Ranked, value: Rows, configure: Function, reduce: Function) -> Metric:
     """Makes a metric that reduces the values of the classes or labels to one."""
 
-    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+    def prepare(outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, Array]:
         found = ranked.scores(outputs, targets, weights)
-        return rows_of(ranked.name, (found.scores, found.actual, found.is_probable), found.weights)
+        return (found.scores, found.actual, found.is_probable), found.weights
 
     def of(scores: Any, actual: Any, is_probable: Any, weights: Any) -> ArrayLike:
         n = is_probable.sum()
@@ -74,8 +67,7 @@ def _by_column(ranked: Ranked, value: Rows, configure: Function, reduce: Functio
         values = [_of_weight(value, *each) for each in zip(*columns, strict=True)]
         return reduce(values, (columns[1] * columns[2]).sum(1))
 
-    compute = functools.partial(value_of, ranked.name, of, takes_weights=True)
-    return Metric(measure, compute, ranked.name, configure, max_rows=MAX_ROWS)
+    return collecting(ranked.name, prepare, of, configure)
 
 
 def _area(name: str, value: Rows) -> Metric:
@@ -181,13 +173,13 @@ specificity_at_sensitivity = _best_at("specificity_at_sensitivity", _specificity
 """The best specificity at any threshold with a recall of at least `least`, 0.5 unless given."""
 
 
+def _low_median(values: Any, weights: Any) -> Any:
+    return np.quantile(values, 0.5, weights=weights, method="inverted_cdf")
+
+
 def _median(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
     errors = np.abs(outputs - targets)
-    order = np.argsort(errors)
-    errors, sums = errors[order], np.cumsum(weights[order])
-    half = sums[-1] / 2
-    low, high = np.searchsorted(sums, half), np.searchsorted(sums, half, side="right")
-    return float((errors[low] + errors[min(high, len(errors) - 1)]) / 2)
+    return float((_low_median(errors, weights) - _low_median(-errors, weights)) / 2)
 
 
 median_absolute_error = _pair("median_absolute_error", _numbers, _median)
@@ -236,7 +228,9 @@ NaN of a constant. Examples of weight 0 are left out; other weights must be equa
 """
 
 
-def _explained(name: str, loss: Function, center: Function, configure: Function | None) -> Metric:
+def _explained(
+    name: str, loss: Function, center: Function, configure: Function | None = None
+) -> Metric:
     """Makes `1 - loss(outputs) / loss(best constant)`, averaged over several outputs.
 
     A loss of 0 gives 1; any other loss gives 0 if the targets are constant.
@@ -252,23 +246,10 @@ def _explained(name: str, loss: Function, center: Function, configure: Function 
         columns = (each.reshape(len(each), -1).T for each in (outputs, targets, weights))
         return float(np.mean([_of_weight(value, *each) for each in zip(*columns, strict=True)]))
 
-    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
-        outputs, targets, weights = _numbers(outputs, targets, weights)
-        return rows_of(name, (outputs, targets), weights)
-
-    compute = functools.partial(value_of, name, of, takes_weights=True)
-    return Metric(measure, compute, name, configure, max_rows=MAX_ROWS)
+    return collecting(name, _numbers, of, configure)
 
 
-def _weighted_median(targets: Any, weights: Any) -> ArrayLike:
-    order = np.argsort(targets)
-    sums = np.cumsum(weights[order])
-    return targets[order][np.searchsorted(sums, sums[-1] / 2)]
-
-
-d2_absolute_error = _explained(
-    "d2_absolute_error", lambda o, t: np.abs(o - t), _weighted_median, None
-)
+d2_absolute_error = _explained("d2_absolute_error", lambda o, t: np.abs(o - t), _low_median)
 """`1 - MAE(outputs) / MAE(median target)`, averaged over several outputs."""
 
 
@@ -291,10 +272,7 @@ def _d2_tweedie(*, power: float = 0.0) -> Metric:
         is_valid = (o > 0) & ((t >= 0) if power < 2 else (t > 0)) if power > 0 else o > 0
         return np.where(is_valid, 2 * found, np.nan)
 
-    def center(targets: Any, weights: Any) -> ArrayLike:
-        return np.average(targets, weights=weights)
-
-    return _explained("d2_tweedie", deviance, center, _d2_tweedie)
+    return _explained("d2_tweedie", deviance, lambda t, w: np.average(t, weights=w), _d2_tweedie)
 
 
 d2_tweedie = _d2_tweedie()

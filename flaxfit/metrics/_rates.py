@@ -5,10 +5,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.metrics._arranged import arranged
 from flaxfit.metrics._counts import Counts, by_example, count_answers, counts_of, micro
 from flaxfit.metrics._metric import Metric, ratio
 from flaxfit.metrics._validity import warn_of
@@ -62,7 +62,7 @@ def _rate(name: str, fraction: Fraction, *, default: str = "auto") -> Metric:
         def make(threshold: float | None) -> Metric:
             of = _sums_and_value(name, fraction, zero_division, threshold=threshold, **options)
             measure, compute = of
-            return Metric(arranged(measure, name, num_classes, axis), compute, name)
+            return Metric(_arranged(measure, name, num_classes, axis), compute, name)
 
         return by_thresholds(make, threshold, configure)
 
@@ -149,6 +149,34 @@ def _check_options(
             f"The metric {name!r} with class_id={class_id!r} measures that class alone, without "
             f"average={average!r}: pass one of the two."
         )
+
+
+def _arranged(measure: Function, name: str, num_classes: int | None, axis: int) -> Function:
+    """Measures predicted labels as scores, and scores whose classes are on another axis."""
+    if num_classes is None and axis == -1:
+        return measure
+    if num_classes is not None and num_classes < 1:
+        raise ValueError(f"The metric {name!r} has no num_classes={num_classes}: give 1 or more.")
+
+    def measured(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+        outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+        is_labels = jnp.issubdtype(outputs.dtype, jnp.integer) and outputs.shape == targets.shape
+        if num_classes is not None and is_labels:
+            is_label = (outputs >= 0) & (outputs < num_classes)
+            outputs = jnp.where(is_label[..., None], jax.nn.one_hot(outputs, num_classes), jnp.nan)
+        elif axis != -1:
+            is_onehot = outputs.shape == targets.shape
+            outputs = jnp.moveaxis(outputs, axis, -1)
+            targets = jnp.moveaxis(targets, axis, -1) if is_onehot else targets
+        if num_classes is not None and outputs.shape[-1] != num_classes:
+            raise ValueError(
+                f"The metric {name!r} has num_classes={num_classes}, but got outputs of shape "
+                f"{outputs.shape}: they need a score for each class on the last axis, or are "
+                "integer labels of the shape of the targets."
+            )
+        return measure(outputs, targets, weights=weights)
+
+    return measured
 
 
 def by_thresholds(

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,38 +17,53 @@ MAX_ROWS = 1_000_000
 """The maximum number of rows that a metric collects by default."""
 
 
-def rows_of(name: str | None, arguments: PyTree, weights: Array | None) -> Sums:
-    """Returns the rows of a batch that a metric collects, with the weights of its examples."""
-    leaves = flat(arguments)
-    n = len(next(iter(leaves.values())) if weights is None else weights)
-    for path, leaf in leaves.items():
-        if jnp.shape(leaf)[:1] != (n,):
-            raise ValueError(
-                f"The metric {name!r} collects one row per example, but got an array of shape "
-                f"{jnp.shape(leaf)} ({path}) for {n} examples. Leave it out, by "
-                "flaxfit.metrics.on(arguments, metric)."
+def collecting(
+    name: str | None,
+    prepare: Callable[..., tuple[tuple[PyTree, ...], Array | None]],
+    f: Function,
+    configure: Callable[..., Metric] | None = None,
+    *,
+    takes_weights: bool = True,
+    mode: str | None = None,
+    max_rows: int = MAX_ROWS,
+) -> Metric:
+    """Makes a metric of all rows at once, computed on the host; NaN without rows.
+
+    `prepare(*outputs, *targets, weights)` returns the arrays to keep of a batch, and its weights.
+    `f` takes these arrays of all batches, and `weights` by name if `takes_weights`; it returns a
+    value, or values by name.
+    """
+
+    def measure(*arguments: PyTree, weights: Array | None = None) -> Sums:
+        kept, weights = prepare(*arguments, weights)
+        leaves = flat(kept)
+        n = len(next(iter(leaves.values())) if weights is None else weights)
+        for path, leaf in leaves.items():
+            if jnp.shape(leaf)[:1] != (n,):
+                raise ValueError(
+                    f"The metric {name!r} collects one row per example, but got an array of shape "
+                    f"{jnp.shape(leaf)} ({path}) for {n} examples. Leave it out, by "
+                    "flaxfit.metrics.on(arguments, metric)."
+                )
+        return {"arguments": kept, "weights": jnp.ones(n) if weights is None else weights}
+
+    def compute(rows: Sums) -> ArrayLike | dict[str, ArrayLike]:
+        arguments, weights = jax.tree.map(np.asarray, (rows["arguments"], rows["weights"]))
+        if not len(weights):
+            return math.nan
+        if not takes_weights and np.any(weights != 1):
+            warnings.warn(
+                f"The data has weights, but the metric {name!r} takes none: it leaves out examples "
+                "of weight 0 and counts all others equally. The function of collected(f) receives "
+                "the weights if it has a parameter `weights`.",
+                stacklevel=2,
             )
-    return {"arguments": arguments, "weights": jnp.ones(n) if weights is None else weights}
+        value = f(*arguments, weights=weights) if takes_weights else f(*arguments)
+        if isinstance(value, Mapping):
+            return {str(key): _as_number(f"{name}[{key!r}]", each) for key, each in value.items()}
+        return _as_number(str(name), value)
 
-
-def value_of(
-    name: str | None, f: Function, rows: Sums, *, takes_weights: bool = False
-) -> ArrayLike | dict[str, ArrayLike]:
-    """Returns the value, or values by name, of a function of collected rows; NaN without rows."""
-    arguments, weights = jax.tree.map(np.asarray, (rows["arguments"], rows["weights"]))
-    if not len(weights):
-        return math.nan
-    if not takes_weights and np.any(weights != 1):
-        warnings.warn(
-            f"The data has weights, but the metric {name!r} takes none: it leaves out examples of "
-            "weight 0 and counts all others equally. The function of collected(f) receives the "
-            "weights if it has a parameter `weights`.",
-            stacklevel=3,
-        )
-    value = f(*arguments, weights=weights) if takes_weights else f(*arguments)
-    if isinstance(value, Mapping):
-        return {str(key): _as_number(f"{name}[{key!r}]", each) for key, each in value.items()}
-    return _as_number(str(name), value)
+    return Metric(measure, compute, name, configure, mode=mode, max_rows=max_rows)
 
 
 def values_by_name(name: str, metric: Metric, value: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.metrics._metric import Metric
-from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
-from flaxfit.tree import Array, ArrayLike, Sums
+from flaxfit.metrics._rows import collecting
+from flaxfit.tree import Array
 
 Pairs: TypeAlias = list[tuple[Sequence[Any], Sequence[Any]]]
 """Predicted and expected sequences of tokens, words or characters."""
@@ -36,7 +36,7 @@ def _text(name: str, value: Value, *, by_letter: bool = False) -> Metric:
         ignore_label: int | None = None,
         end: int | None = None,
     ) -> Metric:
-        def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+        def prepare(outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, Any]:
             outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
             tokens = outputs.argmax(-1) if outputs.ndim == targets.ndim + 1 else outputs
             if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -51,7 +51,7 @@ def _text(name: str, value: Value, *, by_letter: bool = False) -> Metric:
             if ignore_label is not None:
                 counts &= targets != ignore_label
             known = counts if outputs.ndim == 3 else jnp.ones(tokens.shape, bool)
-            return rows_of(name, (tokens, known, targets, counts), weights)
+            return (tokens, known, targets, counts), weights
 
         def units(tokens: np.ndarray, known: np.ndarray) -> Sequence[Any]:
             tokens = tokens[known]
@@ -75,10 +75,7 @@ def _text(name: str, value: Value, *, by_letter: bool = False) -> Metric:
             pairs = [(units(a, b), units(c, d)) for a, b, c, d in rows]
             return value(pairs, _by_example(name, weights[chosen]))
 
-        def compute(rows: Sums) -> ArrayLike | dict[str, ArrayLike]:
-            return value_of(name, of, rows, takes_weights=True)
-
-        return Metric(measure, compute, name, configure, max_rows=MAX_ROWS)
+        return collecting(name, prepare, of, configure)
 
     return configure()
 

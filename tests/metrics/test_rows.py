@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flaxfit.metrics import collected
-from flaxfit.metrics._rows import check_values, rows_of, values_by_name
+from flaxfit.metrics._rows import check_values, values_by_name
 
 
 def test_values_by_name_have_the_name_of_the_metric_before_them_in_a_mapping():
@@ -24,6 +24,6 @@ def test_values_do_not_take_the_names_of_others():
 
 
 def test_what_has_no_row_for_each_example_is_refused():
-    arguments = {"out": np.ones(4), "scale": np.ones(3)}, np.ones(4)
+    outputs = {"out": np.ones(4), "scale": np.ones(3)}
     with pytest.raises(ValueError, match=r"one row per example, but got .* \(3,\) \(0/scale\)"):
-        rows_of("it", arguments, np.ones(4))
+        collected(lambda outputs, targets: 0.0).measure(outputs, np.ones(4), weights=np.ones(4))
