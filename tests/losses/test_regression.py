@@ -33,11 +33,6 @@ def test_smape_is_the_error_in_per_cent_of_the_mean_of_both_sizes():
     np.testing.assert_allclose(losses.smape(outputs, targets), [100, 200, 0])
 
 
-def test_the_width_of_huber_is_an_option():
-    errors = np.array([0.5, 1.0, 3.0], np.float32)
-    np.testing.assert_allclose(losses.huber(delta=2.0)(errors, 0 * errors), [0.125, 0.5, 4])
-
-
 @pytest.mark.slow
 def test_vectors_may_lie_along_another_axis():
     a, b = np.random.default_rng(0).normal(size=(2, 5, 3, 4)).astype(np.float32)

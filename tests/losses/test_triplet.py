@@ -1,4 +1,4 @@
-"""The triplet loss: of which pairs, and that it needs the whole batch."""
+"""The triplet and the circle loss: of which pairs, and that they need the whole batch."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from marks import thorough
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit import losses
@@ -121,14 +121,28 @@ def test_all_strategies_train_and_measure_the_loss_of_the_whole_batch(name, stra
     assert np.abs(slope).min() > 1e-3
 
 
+@pytest.mark.slow
+def test_a_lone_example_of_circle_does_not_count_and_has_a_gradient():
+    """Its values are beside those of Keras in `test_losses_against_keras.py`."""
+    units = X / np.linalg.norm(X, axis=-1, keepdims=True)
+    values, weights = jax.jit(losses.circle)(units, LABELS)
+    assert weights.tolist() == (LABELS != 9).tolist() and values[7] == 0
+    gradient = jax.jit(jax.grad(lambda x: losses.circle(x, LABELS)[0].sum()))
+    assert np.isfinite(gradient(units)).all()
+
+
+@pytest.mark.parametrize("name", ["triplet", slow("circle")])
+def test_embeddings_need_one_label_each_and_the_whole_batch(name):
+    with pytest.raises(ValueError, match=f"'{name}' expects embeddings of shape .batch, features."):
+        losses.resolve(name)(X, LABELS[:, None])
+    task = ff.TrainTask(lambda v, x, **_: (x * v["params"], {}), optax.sgd(0.1), name)
+    state = ff.TrainState.create(task.optimizer, {"params": np.ones(2, np.float32)})
+    with pytest.raises(ValueError, match="set across='batch' in the task"):
+        ff.TrainLoop(state, task, 0, stdout=False).next_step((X, LABELS))
+
+
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="'triplet' expects embeddings of shape .batch, features."):
-        losses.triplet(X, LABELS[:, None])
     with pytest.raises(ValueError, match=r"integer labels, .* of float32\. Cast them: y\.astype"):
         losses.triplet(X, LABELS.astype(np.float32))
     with pytest.raises(ValueError, match="no mining='easy': it is 'semi_hard' or 'hard'"):
         losses.triplet(X, LABELS, mining="easy")
-    task = ff.TrainTask(lambda v, x, **_: (x * v["params"], {}), optax.sgd(0.1), "triplet")
-    state = ff.TrainState.create(task.optimizer, {"params": np.ones(2, np.float32)})
-    with pytest.raises(ValueError, match="set across='batch' in the task"):
-        ff.TrainLoop(state, task, 0, stdout=False).next_step((X, LABELS))
