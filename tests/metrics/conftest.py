@@ -18,6 +18,20 @@ def weights_for(n_rows):
     return np.random.default_rng(7).uniform(0.1, 3.0, n_rows).astype(np.float32)
 
 
+def extra(name, module):
+    return pytest.importorskip(module, reason=f"{name} is an extra: pip install 'flaxfit[metrics]'")
+
+
+@pytest.fixture(scope="session")
+def clu():
+    return extra("clu", "clu.metrics")
+
+
+@pytest.fixture(scope="session")
+def metrax():
+    return extra("google-metrax", "metrax")
+
+
 @pytest.fixture(scope="session")
 def digits():
     """Logits of a nearest-centroid classifier (not a perfect one), labels, weights."""

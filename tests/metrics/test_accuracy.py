@@ -1,3 +1,6 @@
+import itertools
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,19 +19,13 @@ from flaxfit.metrics import (
 )
 
 
-def test_accuracy_of_integer_labels(digits, measured):
+def test_accuracy_of_integer_and_of_one_hot_labels(digits, measured):
     logits, labels, weights = digits
     expected = accuracy_score(labels, logits.argmax(1), sample_weight=weights)
     assert 0.5 < expected < 0.95
-    assert measured(accuracy, logits, labels, weights=weights) == pytest.approx(expected, rel=1e-6)
-
-
-def test_accuracy_of_one_hot_labels_is_that_of_the_integers(digits, measured):
-    logits, labels, weights = digits
-    onehot = np.eye(10, dtype=np.float32)[labels]
-    assert measured(accuracy, logits, onehot, weights=weights) == pytest.approx(
-        measured(accuracy, logits, labels, weights=weights), rel=1e-7
-    )
+    for targets in labels, np.eye(10, dtype=np.float32)[labels]:
+        value = measured(accuracy, logits, targets, weights=weights)
+        assert value == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("outputs_shape", [(-1,), (-1, 1)])
@@ -44,10 +41,9 @@ def test_accuracy_of_a_single_score_has_its_threshold_at_zero(
     assert value == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("outputs_shape", [(1,), (1, 1)])
-@pytest.mark.parametrize("labels_shape", [(1,), (1, 1)])
-def test_a_single_score_of_a_single_example_is_still_one(outputs_shape, labels_shape):
-    assert value_of(accuracy, np.full(outputs_shape, -3.0), np.zeros(labels_shape, int)) == 1.0
+def test_a_single_score_of_a_single_example_is_still_one():
+    for of_outputs, of_labels in itertools.product([(1,), (1, 1)], repeat=2):
+        assert value_of(accuracy, np.full(of_outputs, -3.0), np.zeros(of_labels, int)) == 1.0
 
 
 def test_accuracy_by_token_weighs_whole_sequences():
@@ -57,19 +53,16 @@ def test_accuracy_by_token_weighs_whole_sequences():
     assert value == pytest.approx((3 * 0.5 + 1) / 4)
 
 
-@pytest.mark.parametrize(
-    ("outputs_shape", "labels"),
-    [
+def test_labels_that_fit_in_no_way_are_refused_with_both_shapes():
+    for shape, labels in (
         ((8, 10), np.zeros((8, 1), np.int32)),
         ((8, 10), np.zeros(8, np.float32)),
         ((8,), np.zeros((8, 10), np.int32)),
         ((8, 10), np.zeros((8, 9), np.int32)),
-    ],
-)
-def test_labels_that_fit_in_no_way_are_refused_with_both_shapes(outputs_shape, labels):
-    with pytest.raises(ValueError) as error:
-        accuracy.measure(np.zeros(outputs_shape), labels)
-    assert f"for outputs of shape {outputs_shape}, got labels {labels.shape}" in str(error.value)
+    ):
+        message = re.escape(f"for outputs of shape {shape}, got labels {labels.shape}")
+        with pytest.raises(ValueError, match=message):
+            accuracy.measure(np.zeros(shape), labels)
 
 
 def test_binary_accuracy_counts_every_answer(measured):
@@ -113,10 +106,6 @@ def test_top_k_agrees_with_scikit_learn(digits, measured, k):
     without = top_k(k, ignore_label=3)
     expected = measured(top_k(k), logits[labels != 3], labels[labels != 3])
     assert measured(without, logits, labels) == pytest.approx(expected, rel=1e-6)
-
-
-def test_every_class_is_among_all_of_them(digits, measured):
-    logits, labels, weights = digits
     assert measured(top_k(10), logits, labels, weights=weights) == 1.0
 
 
@@ -190,7 +179,7 @@ def test_probabilities_have_their_threshold_at_a_half(tumours, measured):
     assert value_of(high, probabilities, labels) == np.mean((probabilities > 0.9) == labels)
 
 
-def test_probabilities_are_not_silently_taken_for_logits():
+def test_probabilities_are_not_silently_taken_for_logits_nor_logits_for_probabilities():
     probabilities, labels = np.linspace(0.1, 0.9, 20), np.arange(20) % 2
     for metric in accuracy, binary_accuracy:
         with pytest.warns(UserWarning, match=rf"logits.*{metric.name}\(from_logits=False\)"):
@@ -198,16 +187,12 @@ def test_probabilities_are_not_silently_taken_for_logits():
         value_of(metric(threshold=0.5), probabilities, labels)
         value_of(metric, probabilities - 0.2, labels)
         value_of(metric, np.zeros(20), labels)  # What an untrained model gives.
+        with pytest.warns(UserWarning, match="takes probabilities, and got outputs below 0"):
+            assert np.isnan(value_of(metric(from_logits=False), ONE_SCORE, np.zeros(4)))
     two = np.stack([probabilities, 1 - probabilities], 1)
     assert value_of(accuracy, two, labels) == 0.5
     with pytest.warns(UserWarning, match=r"perplexity\(from_logits=False\)"):
         value_of(perplexity, two, labels)
-
-
-def test_logits_are_not_taken_for_probabilities():
-    for metric in accuracy, binary_accuracy:
-        with pytest.warns(UserWarning, match="takes probabilities, and got outputs below 0"):
-            assert np.isnan(value_of(metric(from_logits=False), ONE_SCORE, np.zeros(4)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, thorough(jnp.int32), jnp.bool_])

@@ -8,18 +8,6 @@ import sklearn.metrics
 
 from flaxfit.metrics import as_metrics, auc, on
 
-NOT_INSTALLED = "{} is an extra: pip install 'flaxfit[metrics]'"
-
-
-@pytest.fixture(scope="module")
-def clu():
-    return pytest.importorskip("clu.metrics", reason=NOT_INSTALLED.format("clu"))
-
-
-@pytest.fixture(scope="module")
-def metrax():
-    return pytest.importorskip("metrax", reason=NOT_INSTALLED.format("google-metrax"))
-
 
 def metric_of(metric):
     return as_metrics({"it": metric})["it"]
@@ -29,41 +17,25 @@ def probabilities(scores, labels):
     return jax.nn.sigmoid(scores), labels
 
 
-def test_clu_accuracy_is_taken_as_it_is_weights_included(clu, digits, measured):
+def test_clu_metrics_are_taken_as_they_are_weights_included(clu, digits, measured):
     logits, labels, weights = digits
-    expected = sklearn.metrics.accuracy_score(labels, logits.argmax(1), sample_weight=weights)
-    value = measured(metric_of(clu.Accuracy), logits, labels, weights=weights)
-    assert value == pytest.approx(expected, rel=1e-6)
+    for metric_class, expected in (
+        (clu.Accuracy, labels == logits.argmax(1)),
+        (clu.Average.from_fun(lambda logits, labels: logits.max(-1)), logits.max(1)),
+        (clu.Average.from_output("logits"), logits.mean(1)),
+    ):
+        value = measured(metric_of(metric_class), logits, labels, weights=weights)
+        assert value == pytest.approx(np.average(expected, weights=weights), rel=1e-6)
 
 
-def test_clu_metrics_of_a_function_are_taken(clu, digits, measured):
-    logits, labels, weights = digits
-    metric_class = clu.Average.from_fun(lambda logits, labels: logits.max(-1))
-    value = measured(metric_of(metric_class), logits, labels, weights=weights)
-    assert value == pytest.approx(np.average(logits.max(1), weights=weights), rel=1e-6)
-
-
-def test_clu_metrics_of_a_named_output_are_taken(clu, digits, measured):
-    logits, labels, weights = digits
-    value = measured(metric_of(clu.Average.from_output("logits")), logits, labels, weights=weights)
-    assert value == pytest.approx(np.average(logits.mean(1), weights=weights), rel=1e-6)
-
-
-def test_a_collection_of_clu_is_a_mapping_of_its_metrics(clu, digits, measured):
-    logits, labels, weights = digits
-    collection = clu.Collection.create(right=clu.Accuracy, scores=clu.Average.from_output("logits"))
-    metrics = as_metrics(collection)
+def test_a_collection_of_clu_is_a_mapping_of_its_metrics_without_the_loss(clu, digits, measured):
+    scores, of_loss = (clu.Average.from_output(name) for name in ("logits", "loss"))
+    metrics = as_metrics(clu.Collection.create(right=clu.Accuracy, scores=scores, loss=of_loss))
     assert list(metrics) == ["right", "scores"]
-    value = measured(metrics["right"], logits, labels, weights=weights)
-    assert value == measured(metric_of(clu.Accuracy), logits, labels, weights=weights)
-
-
-def test_the_loss_of_a_collection_of_clu_is_left_to_the_loop(clu):
-    collection = clu.Collection.create(right=clu.Accuracy, loss=clu.Average.from_output("loss"))
-    assert list(as_metrics(collection)) == ["right"]
-    other = clu.Collection.create(loss=clu.Average.from_output("logits"))
+    value = measured(metrics["right"], *digits[:2])
+    assert value == measured(metric_of(clu.Accuracy), *digits[:2])
     with pytest.raises(ValueError, match="cannot be called 'loss'"):
-        as_metrics(other)
+        as_metrics(clu.Collection.create(loss=scores))
 
 
 @pytest.mark.parametrize("wrap", [lambda c: [c], lambda c: {"it": c}], ids=["list", "mapping"])
@@ -121,20 +93,6 @@ def test_metrax_perplexity_of_one_batch_is_that_of_its_examples(metrax, digits, 
     assert value == pytest.approx(float(whole), rel=1e-5)
 
 
-def test_a_state_adds_up_over_devices(clu, digits):
-    logits, labels, weights = (array[:400] for array in digits)
-    metric = metric_of(clu.Accuracy)
-    step = jax.pmap(
-        lambda o, t, w: jax.lax.psum(metric.measure(o, t, weights=w), "replica"),
-        axis_name="replica",
-        out_axes=None,
-    )
-    shards = [array.reshape(4, 100, *array.shape[1:]) for array in (logits, labels, weights)]
-    value = metric.compute(jax.device_get(step(*shards)))
-    whole = metric.compute(jax.device_get(metric.measure(logits, labels, weights=weights)))
-    assert value == pytest.approx(whole, rel=1e-6)
-
-
 def test_a_class_that_does_not_add_is_refused(clu):
     metric = metric_of(clu.LastValue.from_output("logits"))
     with pytest.raises(ValueError, match="Cannot use the metric class .*its merge.*collected"):
@@ -163,14 +121,16 @@ class Outside(Lowest):
         return cls(jnp.asarray(float(outputs[0])))
 
 
-def test_a_minimum_is_not_taken_for_a_constant():
-    with pytest.raises(ValueError, match="class Lowest: its merge.. does not add the two states"):
-        metric_of(Lowest).measure(np.zeros(4), np.zeros(4))
-
-
-def test_a_class_that_leaves_jax_is_refused():
-    with pytest.raises(ValueError, match="class Outside: it computes outside of JAX"):
-        metric_of(Outside).measure(np.zeros(4), np.zeros(4))
+@pytest.mark.parametrize(
+    ("metric_class", "why"),
+    [
+        (Lowest, "class Lowest: its merge.. does not add the two states"),
+        (Outside, "class Outside: it computes outside of JAX"),
+    ],
+)
+def test_a_minimum_is_not_taken_for_a_constant_nor_a_class_that_leaves_jax(metric_class, why):
+    with pytest.raises(ValueError, match=why):
+        metric_of(metric_class).measure(np.zeros(4), np.zeros(4))
 
 
 def test_a_class_that_wants_other_arguments_is_refused(clu, metrax):

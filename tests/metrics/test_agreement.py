@@ -35,16 +35,6 @@ def test_agreement_of_classes(digits, tumours, measured, metric, reference):
     assert value == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("metric", "reference"), AGREEMENTS[:2], ids=["balanced", "mcc"])
-def test_agreement_of_several_labels_is_that_of_yes_and_no(metric, reference):
-    generator = np.random.default_rng(0)
-    logits = generator.normal(size=(60, 4)).astype(np.float32)
-    labels = (logits + generator.normal(size=logits.shape) > 0).astype(np.uint8)
-    expected = reference(labels.ravel(), logits.ravel() > 0)
-    value = value_of(metric(multilabel=True), logits, labels)
-    assert value == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize("how", ["linear", "quadratic"])
 def test_kappa_of_grades(digits, measured, how):
     logits, labels, weights = digits

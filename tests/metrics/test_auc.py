@@ -79,8 +79,13 @@ def test_half_precision_scores_of_two_classes_are_subtracted_in_single_precision
 
 
 @pytest.mark.slow
-def test_zero_has_no_sign():
+def test_zero_has_no_sign_infinities_are_ends_and_nan_and_one_class_alone_have_no_area():
     assert value_of(auc, np.array([0.0, -0.0]), np.array([0, 1])) == pytest.approx(0.5)
+    scores = np.array([-np.inf, -5.0, 100.0, np.inf])
+    assert value_of(auc, scores, np.array([0, 0, 0, 1])) == 1.0
+    assert value_of(auc, scores, np.array([1, 0, 0, 0])) == 0.0
+    assert np.isnan(value_of(auc, np.array([np.nan, 1.0]), np.array([0, 1])))
+    assert np.isnan(value_of(auc, np.array([0.3, 1.0]), np.array([1, 1])))
 
 
 def test_two_classes_are_ranked_by_the_difference_of_their_scores(tumours, measured):
@@ -89,22 +94,6 @@ def test_two_classes_are_ranked_by_the_difference_of_their_scores(tumours, measu
     assert measured(auc, two_scores, labels, weights=weights) == pytest.approx(
         measured(auc, scores[:, None], labels, weights=weights), rel=1e-7
     )
-
-
-@pytest.mark.slow
-def test_infinite_scores_rank_first_and_last():
-    scores = np.array([-np.inf, -5.0, 100.0, np.inf])
-    assert value_of(auc, scores, np.array([0, 0, 0, 1])) == 1.0
-    assert value_of(auc, scores, np.array([1, 0, 0, 0])) == 0.0
-
-
-@pytest.mark.slow
-def test_a_nan_score_that_has_weight_is_not_hidden():
-    assert np.isnan(value_of(auc, np.array([np.nan, 1.0]), np.array([0, 1])))
-
-
-def test_one_class_alone_has_no_area():
-    assert np.isnan(value_of(auc, np.array([0.3, 1.0]), np.array([1, 1])))
 
 
 def test_what_cannot_be_ranked_is_refused():

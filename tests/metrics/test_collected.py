@@ -18,12 +18,10 @@ def value_of(metric, *arguments, weights=None):
     return metric.compute(metric.measure(*arguments, weights=weights))
 
 
-def test_it_gives_the_value_of_its_function_as_a_float():
+def test_it_gives_the_value_of_its_function_by_its_name_unless_another_is_given():
     value = value_of(collected(spearman), OUTPUTS, TARGETS)
     assert type(value) is float and value == spearman(OUTPUTS, TARGETS)
-
-
-def test_its_name_is_that_of_the_function_unless_another_is_given():
+    assert np.isnan(value_of(collected(spearman), OUTPUTS[:0], TARGETS[:0]))
     assert [*as_metrics([collected(spearman), collected(spearman, name="rank")])] == [
         "spearman",
         "rank",
@@ -46,10 +44,6 @@ def test_a_function_without_weights_warns_that_it_counts_all_the_same():
     with pytest.warns(UserWarning, match="the metric 'spearman' takes none: it leaves out"):
         value = value_of(metric, OUTPUTS, TARGETS, weights=np.array([1.0, 2.0, 1.0, 1.0]))
     assert value == spearman(OUTPUTS, TARGETS)
-
-
-def test_no_rows_give_nan():
-    assert np.isnan(value_of(collected(spearman), OUTPUTS[:0], TARGETS[:0]))
 
 
 def test_on_picks_what_is_kept():
@@ -107,8 +101,3 @@ def test_its_options_are_checked():
         collected(spearman, max_rows=0)
     with pytest.raises(ValueError, match="mode must be 'min', 'max' or None"):
         collected(spearman, mode="up")
-
-
-def test_a_function_that_returns_a_scalar_is_told_of_collected():
-    with pytest.raises(ValueError, match=r"metrics.collected\(f\) for a function of all outputs"):
-        as_metrics({"it": lambda outputs, targets: outputs.mean()})["it"].measure(OUTPUTS, TARGETS)

@@ -12,18 +12,6 @@ from flaxfit.metrics import as_metrics, collected, on
 STATE = ff.InferenceState(np.int32(0), {}, {})
 
 
-@pytest.fixture(scope="module")
-def clu():
-    return pytest.importorskip(
-        "clu.metrics", reason="clu is an extra: pip install 'flaxfit[metrics]'"
-    )
-
-
-@pytest.fixture(scope="module")
-def metrax():
-    return pytest.importorskip("metrax", reason="google-metrax: pip install 'flaxfit[metrics]'")
-
-
 @pytest.fixture
 def average_precision(clu):
     @flax.struct.dataclass

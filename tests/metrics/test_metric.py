@@ -30,11 +30,6 @@ def test_a_function_becomes_the_weighted_mean_of_all_its_values():
     assert value == pytest.approx(expected, rel=1e-7)
 
 
-def test_without_weights_all_examples_count_the_same():
-    largest = mean(lambda outputs, targets: outputs.max(-1))
-    assert largest.compute(largest.measure(OUTPUTS, TARGETS)) == OUTPUTS.max(1).mean()
-
-
 @pytest.mark.parametrize("filling", [np.nan, np.inf, -np.inf])
 def test_a_row_of_weight_zero_leaves_no_mark(filling):
     outputs = OUTPUTS.copy()
@@ -63,24 +58,14 @@ def test_half_precision_values_are_added_in_single_precision():
 def test_a_function_that_takes_the_mean_itself_is_refused():
     with pytest.raises(ValueError, match="'already' returned a scalar; expected one value per ex"):
         mean(lambda outputs, targets: jnp.mean(outputs), name="already").measure(OUTPUTS, TARGETS)
+    with pytest.raises(ValueError, match=r"metrics.collected\(f\) for a function of all outputs"):
+        mean(lambda outputs, targets: outputs.mean()).measure(OUTPUTS, TARGETS)
 
 
 def test_values_that_are_not_per_example_do_not_take_weights():
     by_column = mean(lambda outputs, targets: outputs.mean(0))
     with pytest.raises(ValueError, match=r"values of shape \(3,\) and weights of shape \(4,\)"):
         by_column.measure(OUTPUTS, TARGETS, weights=WEIGHTS)
-
-
-def test_sums_add_up_over_devices():
-    outputs, targets = OUTPUTS[:, None], TARGETS[:, None]
-    step = jax.pmap(
-        lambda o, t, w: jax.lax.psum(mse.measure(o, t, weights=w), "replica"),
-        axis_name="replica",
-        out_axes=None,
-    )
-    value = mse.compute(jax.device_get(step(outputs, targets, WEIGHTS[:, None])))
-    whole = mse.compute(mse.measure(OUTPUTS, TARGETS, weights=WEIGHTS))
-    assert value == pytest.approx(whole, rel=1e-6)
 
 
 def test_calling_a_metric_sets_its_options():
@@ -94,11 +79,6 @@ def test_calling_a_metric_sets_its_options():
         auc(curve="PR")
     with pytest.raises(TypeError, match="'mse' has no option threshold: it has none"):
         mse(threshold=0.5)
-
-
-def test_a_metric_of_ones_own_needs_two_functions():
-    highest = Metric(lambda outputs, weights=None: {"count": jnp.ones(3)}, lambda s: s["count"][0])
-    assert highest.compute(highest.measure(OUTPUTS)) == 1
 
 
 def test_an_ignored_label_of_any_metric_of_one_target_does_not_count():

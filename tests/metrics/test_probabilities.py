@@ -52,8 +52,9 @@ def test_confidence_is_compared_with_accuracy_by_bin():
     metric = calibration_error(n_bins=10, from_logits=False)  # Each in one of its own.
     expected = (0.1 + 0.8 + 0.35) / 3
     assert value_of(metric, shares, labels) == pytest.approx(expected)
+    value = value_of(metric, shares, labels, weights=WEIGHTS)
+    assert value == pytest.approx((0.1 + 2 * 0.8 + 0.35) / 4)
     score = np.log(shares[:, 1] / shares[:, 0])  # Class 1 of a single score.
-    expected = (0.1 + 0.8 + 0.35) / 3
     assert value_of(calibration_error(n_bins=10), score, labels) == pytest.approx(expected)
 
 
