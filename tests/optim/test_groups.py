@@ -1,5 +1,6 @@
 """MultiOptimizer: each group by its own rule, the rest left exactly as it is."""
 
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -59,11 +60,12 @@ def test_each_group_goes_by_its_own_optimizer_and_the_rest_stays():
     "focus",
     [
         "head/.*",
+        re.compile(r"head/\w+"),
         lambda path, value: path.startswith("head/"),
         lambda path, value: value.shape[-1] == 1,
         Heads(),
     ],
-    ids=["pattern", "function of the path", "function of the value", "traversal"],
+    ids=["text", "pattern", "function of the path", "function of the value", "traversal"],
 )
 def test_a_focus_updates_what_its_filter_chooses_and_keeps_moments_of_nothing_else(focus):
     decaying = OptimizerDef(optax.adamw, learning_rate=0.5, weight_decay=0.5)
@@ -99,7 +101,12 @@ def test_one_override_is_for_every_group_that_has_it():
 
 
 @pytest.mark.parametrize(
-    "sets", [[{"learning_rate": 0.0}, None], {"encoder/.*": {"learning_rate": 0.0}}]
+    "sets",
+    [
+        [{"learning_rate": 0.0}, None],
+        {"encoder/.*": {"learning_rate": 0.0}},
+        {0: {"learning_rate": 0.0}},
+    ],
 )
 def test_groups_are_overridden_one_by_one(sets):
     moved = BY_PATTERN.create(PARAMS).apply_gradient(GRADS, hyper_params=sets).target
@@ -172,6 +179,12 @@ UNUSABLE = [
         r"'hed/.\*' matches no parameter.*:(\n  .*){5}$",
     ),
     (lambda: SGD.create(PARAMS, focus=lambda path, x: False), ValueError, "'0' matches no param"),
+    (lambda: SGD.create(PARAMS, focus="head"), ValueError, "'head' matches no parameter"),
+    (
+        lambda: SGD.create({str(i): 1.0 for i in range(1053)}, focus="x"),
+        ValueError,
+        r":(\n  \d+){50}\n  \.\.\. and 1,003 more$",
+    ),
     (
         lambda: BY_PATTERN.update(GRADS, BY_PATTERN.init(PARAMS)),
         ValueError,
@@ -239,13 +252,6 @@ def test_overrides_reach_a_definition_within_a_chain_and_no_other_group():
     assert float(moved["a"][0]) == pytest.approx(-0.1)
     with pytest.raises(ValueError, match="No hyperparameter is called momentum"):
         updates_of(groups, params, momentum=0.0)
-
-
-def test_sets_may_be_given_by_position():
-    groups = MultiOptimizer(("a", OptimizerDef(optax.sgd, learning_rate=0.1)))
-    params = {"a": jnp.ones(1)}
-    sets = {0: {"learning_rate": 0.5}}
-    assert float(updates_of(groups, params, hyper_params=sets)["a"][0]) == -0.5
 
 
 def test_a_filter_of_values_is_told_that_it_has_none_in_a_compiled_step():

@@ -65,18 +65,14 @@ def test_labels_of_optax_are_groups_too():
     assert values(state, "y") == {"learning_rate": 0.0, "momentum": 0.9}
 
 
-def test_without_a_group_all_groups_that_have_it_are_set():
-    state = set_hyperparams(GROUPS.init(PARAMS), learning_rate=0.125, b1=0.5)
-    assert values(state) == {
-        "a": {"learning_rate": 0.125},
-        "1": {"learning_rate": 0.125, "b1": 0.5},
-    }
-
-
-@pytest.mark.parametrize("group", [0, "a"])
-def test_one_group_is_set_by_name_or_position(group):
-    state = set_hyperparams(GROUPS.init(PARAMS), group=group, learning_rate=0.125)
-    assert values(state) == {"a": {"learning_rate": 0.125}, "1": {"learning_rate": 0.25, "b1": 0.8}}
+def test_one_group_is_set_by_name_or_position_or_all_that_have_it():
+    state = GROUPS.init(PARAMS)
+    of_a, of_b = {"learning_rate": 0.125}, {"learning_rate": 0.25, "b1": 0.8}
+    for group in 0, "a":
+        changed = set_hyperparams(state, group=group, learning_rate=0.125)
+        assert values(changed) == {"a": of_a, "1": of_b}
+    changed = set_hyperparams(state, learning_rate=0.125, b1=0.5)
+    assert values(changed) == {"a": of_a, "1": {"learning_rate": 0.125, "b1": 0.5}}
 
 
 def test_what_is_set_beats_a_schedule_until_cleared_and_the_schedule_counts_on():

@@ -96,9 +96,6 @@ def test_a_rate_that_is_set_moves_parameters_as_one_that_was_given(name):
 )
 def test_a_rate_that_is_not_certain_is_not_told(optimizer):
     assert live_rate(optimizer) is None
-
-
-def test_a_rate_is_told_through_chains():
     assert plain_rate(optax.chain(optax.clip(1.0), optax.chain(optax.adamw(0.25)))) == 0.25
 
 
