@@ -66,10 +66,9 @@ def collected(
     name = name or getattr(f, "__name__", None)
     takes_weights = "weights" in parameters(f)
 
-    def prepare(*arguments: PyTree) -> tuple[tuple[PyTree, ...], Array | None]:
-        *arrays, weights = arguments
-        _check_call(name, f, arrays, {"weights": weights} if takes_weights else {})
-        return tuple(arrays), weights
+    def prepare(*arguments: PyTree, weights: Array | None = None) -> tuple[PyTree, Array | None]:
+        _check_call(name, f, arguments, {"weights": weights} if takes_weights else {})
+        return arguments, weights
 
     return collecting(name, prepare, f, takes_weights=takes_weights, mode=mode, max_rows=max_rows)
 
@@ -103,10 +102,9 @@ def _of_class(metric_class: type[Any]) -> Metric:
     if clu is not None and issubclass(metric_class, clu.CollectingMetric):
         return _of_collecting_metric(metric_class)
 
-    def prepare(*arguments: Any) -> tuple[tuple[PyTree, ...], Array | None]:
-        *arrays, weights = arguments
-        caller_of(metric_class, tuple(arrays))  # Raises if they do not fit.
-        return tuple(arrays), weights
+    def prepare(*arguments: PyTree, weights: Array | None = None) -> tuple[PyTree, Array | None]:
+        caller_of(metric_class, arguments)  # Raises if they do not fit.
+        return arguments, weights
 
     def value(*arguments: PyTree) -> np.ndarray:
         call = caller_of(metric_class, arguments)
@@ -119,10 +117,9 @@ def _of_collecting_metric(metric_class: type[Any]) -> Metric:
     """Collects the values that the class keeps of each batch, and computes from all of them."""
     name = metric_class.__name__
 
-    def prepare(*arguments: Any) -> tuple[tuple[PyTree, ...], Array | None]:
-        *arrays, weights = arguments
+    def prepare(*arguments: PyTree, weights: Array | None = None) -> tuple[PyTree, Array | None]:
         named: dict[str, PyTree] = {}
-        for role, each in zip(("logits", "labels"), arrays, strict=False):
+        for role, each in zip(("logits", "labels"), arguments, strict=False):
             named |= each if isinstance(each, Mapping) else {role: each}
         try:
             state = metric_class.from_model_output(**named)

@@ -20,7 +20,7 @@ Rows = Callable[[np.ndarray, np.ndarray, np.ndarray], ArrayLike]
 
 
 def _pair(name: str, prepare: Function, value: Rows, configure: Function | None = None) -> Metric:
-    """Makes a collected metric of the elements of `prepare(outputs, targets, weights)`."""
+    """Makes a collected metric of the elements of `prepare(outputs, targets, weights=None)`."""
     return collecting(name, prepare, functools.partial(_of_weight, value), configure)
 
 
@@ -33,12 +33,14 @@ def _of_weight(value: Rows, outputs: Any, targets: Any, weights: Any) -> ArrayLi
     return value(*(each.astype(float) for each in found))
 
 
-def _numbers(outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, Array]:
+def _numbers(outputs: Array, targets: Array, *, weights: Array | None = None) -> tuple[Any, Array]:
     outputs, targets = check_numbers(outputs, targets)
     return (outputs, targets), weights_of(outputs, weights)
 
 
-def _scores(name: str, outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, Array]:
+def _scores(
+    name: str, outputs: Array, targets: Array, *, weights: Array | None = None
+) -> tuple[Any, Array]:
     found = binary_scores(outputs, targets, name=name)
     counted, _ = counted_weights(found, weights)
     return (found.outputs, jnp.asarray(found.actual, jnp.float32)), counted
@@ -55,7 +57,9 @@ def _curve(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike) -> tuple[np
 def _by_column(ranked: Ranked, value: Rows, configure: Function, reduce: Function) -> Metric:
     """Makes a metric that reduces the values of the classes or labels to one."""
 
-    def prepare(outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, Array]:
+    def prepare(
+        outputs: Array, targets: Array, *, weights: Array | None = None
+    ) -> tuple[Any, Array]:
         found = ranked.scores(outputs, targets, weights)
         return (found.scores, found.actual, found.is_probable), found.weights
 

@@ -1,5 +1,6 @@
 """Rows of outputs and targets that a metric collects, and the values computed of them."""
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ MAX_ROWS = 1_000_000
 
 def collecting(
     name: str | None,
-    prepare: Callable[..., tuple[tuple[PyTree, ...], Array | None]],
+    prepare: Callable[..., tuple[PyTree, Array | None]],
     f: Function,
     configure: Callable[..., Metric] | None = None,
     *,
@@ -29,13 +30,14 @@ def collecting(
 ) -> Metric:
     """Makes a metric of all rows at once, computed on the host; NaN without rows.
 
-    `prepare(*outputs, *targets, weights)` returns the arrays to keep of a batch, and its weights.
+    `prepare(*outputs, *targets, weights=None)` returns the arrays of a batch to keep, and weights.
     `f` takes these arrays of all batches, and `weights` by name if `takes_weights`; it returns a
     value, or values by name.
     """
 
+    @functools.wraps(prepare)  # Errors about the number of arguments show its signature.
     def measure(*arguments: PyTree, weights: Array | None = None) -> Sums:
-        kept, weights = prepare(*arguments, weights)
+        kept, weights = prepare(*arguments, weights=weights)
         leaves = flat(kept)
         n = len(next(iter(leaves.values())) if weights is None else weights)
         for path, leaf in leaves.items():

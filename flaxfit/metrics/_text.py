@@ -36,7 +36,9 @@ def _text(name: str, value: Value, *, by_letter: bool = False) -> Metric:
         ignore_label: int | None = None,
         end: int | None = None,
     ) -> Metric:
-        def prepare(outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, Any]:
+        def prepare(
+            outputs: Array, targets: Array, *, weights: Array | None = None
+        ) -> tuple[Any, Array | None]:
             outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
             tokens = outputs.argmax(-1) if outputs.ndim == targets.ndim + 1 else outputs
             if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
