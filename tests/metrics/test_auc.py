@@ -10,13 +10,6 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from flaxfit.metrics import auc, average_precision
 
 
-@pytest.mark.slow
-def test_the_area_agrees_with_scikit_learn_to_four_digits(tumours, measured):
-    scores, labels, weights = tumours
-    expected = roc_auc_score(labels, scores, sample_weight=weights)
-    assert measured(auc, scores, labels, weights=weights) == pytest.approx(expected, abs=5e-5)
-
-
 def test_the_area_is_exact_where_scores_fall_into_different_bins_or_are_tied(measured):
     generator = np.random.default_rng(0)
     scores = generator.choice(np.linspace(-8, 8, 40), 500).astype(np.float32)

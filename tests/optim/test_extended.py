@@ -17,22 +17,15 @@ from flaxfit.optim._averaged import with_average_of
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
 NET = nn.Sequential((nn.Dense(4), nn.Dense(1)))
 INIT = init_of(NET, 3)
+ONE = ff.DataParallel(jax.devices()[:1])
+FREQUENT = {"freeze": "layers_1/bias", "ema_overwrite_frequency": 2}
 
 
-def loop_of(init=INIT, n_steps=4, callbacks=(), devices=1, **options):
-    task = ff.TrainTask(
-        NET.apply, optax.adam(0.1), "mse", (X, X[:, :1]), ema=0.9, freeze="layers_1/bias", **options
-    )
-    strategy = {"strategy": devices} if isinstance(devices, ff.Sharded) else {}
-    return ff.TrainLoop(
-        init,
-        task,
-        0,
-        n_steps=n_steps,
-        callbacks=list(callbacks),
-        stdout=False,
-        **(strategy or {"devices": jax.devices()[:devices]}),
-    )
+def loop_of(init=INIT, module=NET, n_steps=4, callbacks=(), strategy=ONE, **options):
+    options = {"ema": 0.9, **options}
+    task = ff.TrainTask(module, optax.adam(0.1), "mse", (X, X[:, :1]), **options)
+    options = {"n_steps": n_steps, "callbacks": list(callbacks), "strategy": strategy}
+    return ff.TrainLoop(init, task, 0, stdout=False, **options)
 
 
 def assert_close(a, b, rtol=1e-4):
@@ -41,12 +34,17 @@ def assert_close(a, b, rtol=1e-4):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "options"),
-    [thorough(1, {}), (4, {}), thorough(ff.Sharded(), {}), (1, {"accumulate": 4})],
+    ("strategy", "options"),
+    [
+        thorough(ONE, {}),
+        (ff.DataParallel(jax.devices()[:4]), {}),
+        thorough(ff.Sharded(), {}),
+        (ONE, {"accumulate": 4}),
+    ],
 )
-def test_the_parameters_are_their_average_after_every_second_step(devices, options):
-    frequent = {"ema_overwrite_frequency": 2, **options}
-    states = [checkpoint.state for checkpoint in loop_of(devices=devices, **frequent)]
+def test_the_parameters_are_their_average_after_every_second_step(strategy, options):
+    frequent = {**FREQUENT, **options}
+    states = [checkpoint.state for checkpoint in loop_of(strategy=strategy, **frequent)]
     for step, state in enumerate(states, start=1):
         kernel, average = (
             np.asarray(each.params["layers_0"]["kernel"]) for each in (state, swap_ema(state))
@@ -58,12 +56,10 @@ def test_the_parameters_are_their_average_after_every_second_step(devices, optio
 
 @pytest.mark.slow
 def test_a_resumed_run_overwrites_at_the_same_steps(tmp_path):
-    frequent = {"ema_overwrite_frequency": 2}
     with CheckpointFileWriter(tmp_path) as writer:
-        list(loop_of(n_steps=1, callbacks=[writer], **frequent))
+        list(loop_of(n_steps=1, callbacks=[writer], **FREQUENT))
     whole, resumed = (
-        loop_of(**frequent),
-        loop_of(CheckpointFileReader(tmp_path, INIT), **frequent),
+        loop_of(init, **FREQUENT) for init in (INIT, CheckpointFileReader(tmp_path, INIT))
     )
     for loop in (whole, resumed):
         list(loop)
@@ -97,31 +93,18 @@ class Normalized(nn.Module):
         return nn.Dense(1)(x)
 
 
-def normalized_loop(init=None, n_steps=6, callbacks=(), strategy=None, **options):
-    task = ff.TrainTask(Normalized(), optax.adam(0.1), "mse", (X, X[:, :1]), ema=0.8, **options)
-    return ff.TrainLoop(
-        init or Normalized(),
-        task,
-        0,
-        n_steps=n_steps,
-        callbacks=list(callbacks),
-        strategy=strategy or ff.DataParallel(jax.devices()[:1]),
-        stdout=False,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        (None, {"accumulate": 2}),
+        (lambda: ONE, {"accumulate": 2}),
         (ff.DataParallel, {}),
-        thorough(lambda: ff.Sharded.fsdp(), {}),
-        thorough(None, {"freeze": "Dense_0/.*", "skip_nonfinite": True}),
+        thorough(ff.Sharded.fsdp, {}),
+        thorough(lambda: ONE, {"freeze": "Dense_0/.*", "skip_nonfinite": True}),
     ],
 )
 def test_batch_statistics_are_averaged_and_evaluated_with_the_average(strategy, options):
-    loop = normalized_loop(strategy=strategy and strategy(), **options)
+    loop = loop_of(Normalized(), Normalized(), 6, strategy=strategy(), ema=0.8, **options)
     states = [jax.device_get(checkpoint.state) for checkpoint in loop]
     expected = {"mean": np.zeros(4), "var": np.ones(4)}
     for state in states:
