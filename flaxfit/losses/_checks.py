@@ -73,8 +73,9 @@ def _labels_for(loss: Loss, outputs: ArrayLike, options: Mapping[str, Any]) -> L
 
 def _unwrapped(loss: Loss) -> tuple[Loss, Mapping[str, Any]]:
     """Returns a loss without its options, and the options."""
-    is_configured = isinstance(loss, functools.partial) and not loss.args
-    return (loss.func, loss.keywords) if is_configured else (loss, {})
+    if isinstance(loss, functools.partial) and not loss.args:
+        return loss.func, loss.keywords
+    return loss, {}
 
 
 def _is_one_of(losses: Sequence[Loss], loss: Loss) -> bool:
