@@ -1,11 +1,12 @@
-"""Every loss beside Keras, SciPy and torch, every metric beside Keras or scikit-learn.
+"""Every loss and metric beside Keras, scikit-learn, SciPy, torch and torchmetrics.
 
 The same inputs go to both, the awkward ones too, and the answers are at most 1e-5 apart. What
-differs on purpose is in `DIFFERENCES`; what has no peer, in `WITHOUT_PEER`, and losses without one
-in `test_losses_against_keras.py`. Callbacks and schedules are in `test_callbacks_against_peers.py`.
+differs on purpose is in `DIFFERENCES`; what has no peer, in `WITHOUT_PEER`. Callbacks and schedules
+are in `test_callbacks_against_peers.py`.
 """
 
 import functools
+import itertools
 import re
 import warnings
 
@@ -41,9 +42,22 @@ WITHOUT_PEER = {
     "plot_confusion_matrix": "A picture.",
     "Metric": "A type.",
     **dict.fromkeys(["as_metrics", "collected", "mean", "on", "sum"], "Makes a metric of others."),
-    **dict.fromkeys(["pearson", "concordance"], "By hand in `metrics/test_correlations.py`."),
-    "calibration_error": "By hand in `metrics/test_probabilities.py`.",
-    "mrr": "By hand in `metrics/test_ranking.py`.",
+}
+BESIDE_KERAS = {  # In `test_losses_against_keras.py`, which fails if it leaves one of these out.
+    *("binary_focal_crossentropy", "categorical_focal_crossentropy", "generalized_crossentropy"),
+    *("mape", "msle", "poisson", "cosine_similarity", "squared_hinge", "categorical_hinge"),
+    *("dice", "tversky", "ctc", "circle"),
+}
+LOSSES_WITHOUT_PEER = {
+    "Loss": "A type.",
+    **dict.fromkeys(["check_loss_shape", "check_values"], "Checks what others compute."),
+    "resolve": "Finds a loss by name.",
+    "smape": "Keras and torch have none: by hand in `losses/test_regression.py`.",
+    **dict.fromkeys(
+        ["info_nce", "supervised_contrastive"],
+        "Keras and torch have none: by hand in `losses/test_contrastive.py`.",
+    ),
+    "triplet": "torch has none that mines: by hand in `losses/test_triplet.py`.",
 }
 
 
@@ -239,10 +253,9 @@ def assert_losses(name, peer, cases, *, but=NOWHERE, kinks=NOWHERE):
         assert_same_gradient(gradient, their_gradient, is_number & ~but & ~kinks, case)
 
 
-TYPICAL = ("crossentropy", "binary_crossentropy", "kl_divergence", "huber")
-
-
-@pytest.mark.parametrize("name", quick(*TYPICAL, of=TARGETS))
+@pytest.mark.parametrize(
+    "name", quick("crossentropy", "binary_crossentropy", "kl_divergence", "huber", of=TARGETS)
+)
 def test_losses_are_those_of_scipy(name):
     for case, arrays in (cases_with_gradients(name) | cases_of_targets(name)).items():
         expected = by_example(of_scipy(name, *in_float32(*arrays)))
@@ -289,19 +302,19 @@ def test_a_step_takes_the_weighted_mean_of_losses_and_gradients(n_devices):
     def apply(variables, x, **_):
         return {name: x * scale for name, scale in variables["params"].items()}, {}
 
-    targets = {name: cases_with_gradients(name)["2-D"][1][rows] for name in TYPICAL}
+    targets = {name: cases_with_gradients(name)["2-D"][1][rows] for name in TARGETS}
     task = ff.TrainTask(
-        apply, optax.sgd(1.0), {name: name for name in TYPICAL}, [(x, targets, weights)]
+        apply, optax.sgd(1.0), {name: name for name in TARGETS}, [(x, targets, weights)]
     )
     loop = ff.TrainLoop(
-        lambda rngs, x: {"params": {name: np.ones(N_CLASSES, "float32") for name in TYPICAL}},
+        lambda rngs, x: {"params": {name: np.ones(N_CLASSES, "float32") for name in TARGETS}},
         task,
         0,
         stdout=False,
         devices=jax.devices()[:n_devices],
     )
     checkpoint = loop.next_step()
-    for name in TYPICAL:
+    for name in TARGETS:
         values, gradient = ours_of(name)["2-D"]
         moved = 1 - checkpoint.state.params[name]
         expected = (x * gradient[rows]).sum(0) / weights.sum()
@@ -680,6 +693,53 @@ def test_the_metric_of_cosine_similarity_is_that_of_keras(axis, keras):
     assert value == pytest.approx(float(theirs.result()), abs=1e-6)
 
 
+def of_torchmetrics(torch, functional):
+    of = functional.classification
+
+    def measure(kind, outputs, targets, weights):
+        outputs, targets = torch.tensor(outputs), torch.tensor(targets)
+        if kind in IS_NUMBER:
+            pair = outputs.flatten(1) if outputs.ndim > 2 else outputs, targets.reshape(N, -1)
+            pair = pair if outputs.ndim > 1 else (outputs, targets)
+            mse = functional.mean_squared_error(*pair)
+            mae = functional.mean_absolute_error(*pair)
+            return {"mse": mse, "rmse": mse**0.5, "mae": mae, "r2": functional.r2_score(*pair)}
+        if kind in ("score", "column"):
+            pair = outputs.sigmoid(), targets
+            return {
+                "accuracy": of.binary_accuracy(*pair),
+                "binary_accuracy": of.binary_accuracy(*pair),
+                "precision": of.binary_precision(*pair),
+                "recall": of.binary_recall(*pair),
+                "f1": of.binary_f1_score(*pair),
+                "auc": of.binary_auroc(*pair),
+                "confusion_matrix": of.binary_confusion_matrix(*pair),
+            }
+        labels = targets.argmax(-1) if kind == "onehot" else targets
+        pair = outputs.movedim(-1, 1), labels
+        options = {"num_classes": outputs.shape[-1]}
+        found = {"confusion_matrix": of.multiclass_confusion_matrix(*pair, **options)}
+        tokens = (outputs, labels) if kind == "tokens" else (outputs[None], labels[None])
+        found["perplexity"] = functional.text.perplexity(*tokens)
+        for k, name in (1, "accuracy"), (2, "top_2"), (4, "top_4"):
+            if k < outputs.shape[-1]:
+                found[name] = of.multiclass_accuracy(*pair, top_k=k, average="micro", **options)
+        for name, average in itertools.product(("precision", "recall", "f1"), ("macro", "micro")):
+            function = getattr(of, f"multiclass_{name}".replace("f1", "f1_score"))
+            found[f"{name}_{average}"] = function(*pair, average=average, **options)
+        return found
+
+    return measure
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DATA if kind != "labels"])
+def test_metrics_are_those_of_torchmetrics(kind, torch, torchmetrics):
+    peer = of_torchmetrics(torch, torchmetrics.functional)
+    # It warns of one class, and has no way not to.
+    cases = ["plain", "all right"] + ["one class"] * (kind not in ("score", "column"))
+    assert_metrics(kind, peer, cases)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_metrics_of_nothing_are_not_numbers(n_devices):
@@ -715,14 +775,15 @@ TYPES = [
 
 def assert_by_loop(named, outputs, targets, expected, devices=(1, 4), weights=SOME):
     """Metrics of a loop on these numbers of devices are those of a peer that knows them."""
-    data = ff.ArrayStream(outputs, targets, weights, batch_size=BATCH_SIZE)
     for n_devices in devices:
-        values = evaluator(named, n_devices).measure(STATE, data)
-        known = values.keys() & expected.keys()
-        assert known
-        for name in known:
-            tolerance = tolerance_of(name)
-            np.testing.assert_allclose(values[name], expected[name], **tolerance, err_msg=name)
+        assert_measures(evaluator(named, n_devices), outputs, targets, expected, weights)
+
+
+def assert_measures(loop, outputs, targets, expected, weights=SOME):
+    values = loop.measure(STATE, ff.ArrayStream(outputs, targets, weights, batch_size=BATCH_SIZE))
+    assert values.keys() & expected.keys()
+    for name in values.keys() & expected.keys():
+        np.testing.assert_allclose(values[name], expected[name], **tolerance_of(name), err_msg=name)
 
 
 @pytest.mark.slow
@@ -770,15 +831,54 @@ OF_PROBABILITIES = {
 }
 
 
+def probabilities(kind):
+    logits = DATA[kind][0]
+    if kind in ("score", "labels"):
+        return scipy.special.expit(logits)
+    return scipy.special.softmax(logits, -1)
+
+
+@functools.cache
+def evaluator_of_probabilities(kind, n_devices):
+    return evaluator(OF_PROBABILITIES[kind], n_devices)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [thorough(1), 4])
 @pytest.mark.parametrize("kind", OF_PROBABILITIES)
 def test_metrics_of_probabilities_are_those_of_scikit_learn(kind, n_devices):
     logits, targets = DATA[kind]
-    is_single = kind in ("score", "labels")
-    probabilities = scipy.special.expit(logits) if is_single else scipy.special.softmax(logits, -1)
     expected = of_sklearn(kind, logits, targets, SOME)
-    assert_by_loop(OF_PROBABILITIES[kind], probabilities, targets, expected, [n_devices])
+    loop = evaluator_of_probabilities(kind, n_devices)
+    assert_measures(loop, probabilities(kind), targets, expected)
+
+
+def of_keras_by_probability(keras, kind):
+    of = keras.metrics
+    match kind:
+        case "score" | "labels":
+            yield "binary_accuracy", of.BinaryAccuracy()
+            if kind == "score":
+                yield "precision", of.Precision()
+                yield "recall", of.Recall()
+        case "classes":
+            yield "accuracy", of.SparseCategoricalAccuracy()
+            yield "perplexity", of.SparseCategoricalCrossentropy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
+@pytest.mark.parametrize("kind", ["score", "classes", "labels"])
+def test_metrics_of_probabilities_are_those_of_keras(kind, n_devices, keras):
+    outputs, targets = probabilities(kind), DATA[kind][1]
+    given = (targets[:, None], outputs[:, None]) if kind == "score" else (targets, outputs)
+    expected = {}
+    for name, metric in of_keras_by_probability(keras, kind):
+        metric.update_state(*given, sample_weight=SOME)
+        value = float(metric.result())
+        expected[name] = np.exp(value) if name == "perplexity" else value
+    assert expected.keys() <= OF_PROBABILITIES[kind].keys()
+    assert_measures(evaluator_of_probabilities(kind, n_devices), outputs, targets, expected)
 
 
 # The other metrics, each with what a peer says of the same weighted rows.
@@ -792,11 +892,14 @@ OTHERS = {
     "specificity_at_sensitivity": ("score", lambda o, t, w: best_by_roc(o, t, w, 0, 1)),
     "log_loss": ("classes", lambda o, t, w: PEER.log_loss(t, softmax(o), labels=range(5), **w)),
     "brier": ("score", lambda o, t, w: PEER.brier_score_loss(t, scipy.special.expit(o), **w)),
+    "calibration_error": ("classes", lambda o, t, w: calibration_by_hand(o, t, w)),
     "median_absolute_error": ("number", lambda o, t, w: PEER.median_absolute_error(t, o, **w)),
     "max_error": ("number", lambda o, t, w: PEER.max_error(t, o)),
     "explained_variance": ("deep", lambda o, t, w: of_flat(PEER.explained_variance_score, o, t, w)),
     "quantile_loss": ("number", lambda o, t, w: PEER.mean_pinball_loss(t, o, **w)),
-    "spearman": ("number", lambda o, t, w: spearman(o, t)),
+    "pearson": ("number", lambda o, t, w: correlation(o, t, w)),
+    "spearman": ("number", lambda o, t, w: correlation(ranks(o, w), ranks(t, w), w)),
+    "concordance": ("number", lambda o, t, w: concordance(o, t, w)),
     "hamming_loss": ("labels", lambda o, t, w: PEER.hamming_loss(t, o > 0, **w)),
     "exact_match": ("labels", lambda o, t, w: PEER.accuracy_score(t, o > 0, **w)),
     "precision_at_k": ("classes", lambda o, t, w: of_first(o, t, w) / 2),
@@ -804,9 +907,16 @@ OTHERS = {
     "d2_absolute_error": ("number", lambda o, t, w: PEER.d2_absolute_error_score(t, o, **w)),
     "zero_one_loss": ("classes", lambda o, t, w: PEER.zero_one_loss(t, o.argmax(1), **w)),
     "ndcg": ("labels", lambda o, t, w: PEER.ndcg_score(t, o, **w)),
+    "mrr": ("classes", lambda o, t, w: np.average(1 / ranks_of_labels(o, t), weights=SOME)),
 }
 
 
+OF_SEVERAL = {
+    f"{name}_{kind}_{average}": getattr(metrics, name)(average=average, **options)
+    for name in ("auc", "average_precision")
+    for average in ("macro", "weighted")
+    for kind, options in (("classes", {"multi_class": "ovr"}), ("labels", {"multilabel": True}))
+}
 AT_2 = {"precision_at_k": "precision@2", "recall_at_k": "recall@2"}
 
 
@@ -834,15 +944,36 @@ def best_by_roc(outputs, targets, weights, best, bounded):
     return rates[best][rates[bounded] >= 0.5].max()
 
 
+def calibration_by_hand(outputs, targets, weights):
+    shares, weights = softmax(outputs).max(1), SOME / SOME.sum()
+    gaps = weights * (shares - (outputs.argmax(1) == targets))
+    bins = np.digitize(shares, np.linspace(0, 1, 16)[1:-1])
+    return np.abs(np.bincount(bins, gaps, 15)).sum()
+
+
+def correlation(outputs, targets, weights):
+    spreads = np.cov(outputs.astype(float), targets.astype(float), aweights=SOME, ddof=0)
+    return spreads[0, 1] / np.sqrt(spreads[0, 0] * spreads[1, 1])
+
+
+def concordance(outputs, targets, weights):
+    spreads = np.cov(outputs.astype(float), targets.astype(float), aweights=SOME, ddof=0)
+    apart = np.average(outputs.astype(float) - targets, weights=SOME)
+    return 2 * spreads[0, 1] / (spreads[0, 0] + spreads[1, 1] + apart**2)
+
+
 def of_first(outputs, targets, weights):
     return PEER.top_k_accuracy_score(targets, outputs, k=2, labels=range(5), **weights)
 
 
-def spearman(*columns):
-    """The correlation of weighted ranks; there are no ties."""
-    ranks = [(SOME * (each[:, None] > each)).sum(1) + SOME / 2 for each in columns]
-    spreads = np.cov(*ranks, aweights=SOME, ddof=0)
-    return spreads[0, 1] / np.sqrt(spreads[0, 0] * spreads[1, 1])
+def ranks(values, weights):
+    below = values[:, None] > values
+    return (SOME * below).sum(1) + (SOME * (values[:, None] == values)).sum(1) / 2
+
+
+def ranks_of_labels(outputs, targets):
+    own = np.take_along_axis(outputs, targets[:, None], 1)
+    return (outputs >= own).sum(1)
 
 
 @pytest.mark.slow
@@ -880,6 +1011,25 @@ def test_kendall_is_that_of_scipy():
     assert metrics.kendall.compute(sums) == pytest.approx(expected)
     with pytest.raises(ValueError, match="'kendall' counts all examples equally"):
         metrics.kendall.compute(metrics.kendall.measure(outputs, targets, weights=SOME))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
+@pytest.mark.parametrize("kind", ["classes", "labels"])
+def test_areas_of_several_are_those_of_scikit_learn(kind, n_devices):
+    outputs, targets = DATA[kind]
+    # The last class never occurs: it is left out here, and has no area there.
+    scores, marks = outputs, targets
+    if kind == "classes":
+        scores, marks = softmax(outputs)[:, :4], np.eye(4)[targets]
+    peers = {"auc": PEER.roc_auc_score, "average_precision": PEER.average_precision_score}
+    named = {name: metric for name, metric in OF_SEVERAL.items() if f"_{kind}_" in name}
+    parts = {name: name.split(f"_{kind}_") for name in named}
+    expected = {
+        name: peers[peer](marks, scores, average=average, sample_weight=SOME)
+        for name, (peer, average) in parts.items()
+    }
+    assert_by_loop(named, outputs, targets, expected, [n_devices])
 
 
 TEXTS = {
@@ -973,10 +1123,12 @@ def test_keras_differs_where_the_page_says_so(keras):
     assert top_1.result() == 1
 
 
-def test_no_metric_lacks_a_peer_without_a_reason():
+def test_nothing_lacks_a_peer_without_a_reason():
     compared = {re.sub(r"_\d$", "_k", name) for names in METRICS.values() for name in names}
     compared = {re.sub("_(macro|micro|weighted|samples|classes)$", "", name) for name in compared}
     public = {name for name in vars(metrics) if not name.startswith("_")}
     compared |= {*OTHERS, *TEXTS, *IMAGES, "cosine_similarity", "kendall"}
     compared |= {"d2_tweedie", *OF_RATES}
     assert public - compared <= WITHOUT_PEER.keys()
+    public = {name for name in vars(losses) if not name.startswith("_")}
+    assert public - TARGETS.keys() - BESIDE_KERAS == LOSSES_WITHOUT_PEER.keys()
