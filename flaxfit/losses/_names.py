@@ -23,12 +23,10 @@ from flaxfit.losses._shared import is_public
 from flaxfit.tree import LossFn as Loss
 from flaxfit.tree import check_order
 
-_MODULES = (_crossentropy, _regression, _hinge, _focal, _overlap, _ctc, _circle, _contrastive)
+_MODULES = (_crossentropy, _regression, _hinge, _focal, _overlap)
+_MODULES += (_ctc, _circle, _contrastive, _triplet)
 _LOSSES: dict[str, Loss] = {
-    name: each
-    for module in (*_MODULES, _triplet)
-    for name, each in vars(module).items()
-    if is_public(each)
+    name: each for module in _MODULES for name, each in vars(module).items() if is_public(each)
 }
 _ALIASES: dict[str, Loss] = {
     name: _LOSSES[own]
