@@ -76,7 +76,10 @@ CASES = [
         *("tversky", {"alpha": 0.3, "beta": 0.8, "axis": (1,)}, SIGMOIDS, BITS),
     ),
     ("ctc", None, "ctc", {}, STEPS, SEQUENCES),
-    ("circle", {"gamma": 10.0}, "circle", {"gamma": 10.0}, UNIT, LABELS),
+    (
+        *("circle", {"gamma": 10.0, "margin": 0.2}, "circle", {"gamma": 10.0, "margin": 0.2}),
+        *(UNIT, LABELS),
+    ),
 ]
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow
+from marks import slow, thorough
 
 from flaxfit import losses
 
@@ -92,6 +92,12 @@ def test_shapes_that_would_broadcast_are_refused(name):
         loss(np.zeros(32), np.zeros((32, 1)))
 
 
+@pytest.mark.parametrize("labels", [np.zeros(4, int), np.zeros((3, 2), int), np.zeros((4, 2))])
+def test_sequences_of_other_shapes_and_types_are_refused(labels):
+    with pytest.raises(ValueError, match="'ctc' expects outputs of shape .batch, steps, classes."):
+        losses.ctc(np.zeros((4, 5, 3)), labels)
+
+
 def some_losses():
     """Losses with outputs and targets that suit them; test_against_peers.py has more of them."""
     yield "mse", SCORES, TARGETS
@@ -102,11 +108,14 @@ def some_losses():
     yield "dice", LOGITS, BITS.astype(np.float32)
 
 
+TYPICAL = ("mse", "crossentropy", "binary_crossentropy", "categorical_focal_crossentropy")
+
+
 @pytest.mark.parametrize(
     ("name", "outputs", "targets", "dtype"),
     [
         *((*each, "bfloat16") for each in some_losses()),
-        *(slow(*each, "float16") for each in some_losses()),
+        *((slow if each[0] in TYPICAL else thorough)(*each, "float16") for each in some_losses()),
     ],
 )
 def test_16_bits_are_computed_in_float32(name, outputs, targets, dtype):
