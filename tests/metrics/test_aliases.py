@@ -14,7 +14,8 @@ def test_every_alias_is_of_a_metric_that_there_is():
 @pytest.mark.parametrize(
     ("name", "ours"),
     [("AUC", "auc"), ("BinaryIoU", "binary_iou"), ("FBetaScore", "fbeta"), ("MSE", "mse")]
-    + [("MeanIoU", "mean_iou"), ("kappa", "cohen_kappa"), ("jaccard_weighted", "iou_weighted")],
+    + [("MeanIoU", "mean_iou"), ("kappa", "cohen_kappa"), ("jaccard_weighted", "iou_weighted")]
+    + [("roc_auc", "auc"), ("sparse_categorical_accuracy", "accuracy")],
 )
 def test_names_of_other_libraries_are_known(name, ours):
     assert known_as(name) == ours

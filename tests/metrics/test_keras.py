@@ -10,6 +10,7 @@ from flaxfit.metrics import (
     concordance,
     pearson,
     precision_at_recall,
+    r2,
     specificity_at_sensitivity,
 )
 
@@ -22,6 +23,21 @@ SHARES, MARKS = 1 / (1 + np.exp(-OUTPUTS)), (OUTPUTS + TARGETS > 0).astype(np.in
 def reported(metric, targets, outputs):
     metric.update_state(targets, outputs)
     return np.asarray(metric.result())
+
+
+@pytest.mark.parametrize(
+    "options", [{"class_aggregation": None}, {"class_aggregation": "variance_weighted_average"}]
+)
+def test_r2_has_the_averages_of_keras(keras, options):
+    expected = reported(keras.metrics.R2Score(**options), TARGETS, OUTPUTS)
+    assert value_of(r2(**options), OUTPUTS, TARGETS) == pytest.approx(expected, abs=1e-5)
+
+
+def test_r2_is_adjusted_as_in_keras(keras):
+    one = np.s_[:, :1]
+    expected = reported(keras.metrics.R2Score(num_regressors=4), TARGETS[one], OUTPUTS[one])
+    found = value_of(r2(num_regressors=4), OUTPUTS[one], TARGETS[one])
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Which values of a metric are better: one rule for everything that monitors."""
 
 import functools
+import io
 import itertools
 import math
 
@@ -27,9 +28,11 @@ def score(outputs, targets):
 
 
 def make_loop(given, *, measured=(), step=None, loss="mse"):
+    def init(rngs, x):
+        return {"params": np.zeros(1, np.float32)}
+
     apply, loss = (None, None) if step else (lambda v, x, **_: (v["params"] * x, {}), loss)
     task = ff.TrainTask(apply, optax.sgd(0.1), loss, [(X, 2 * X)] * 4, measured, step=step)
-    init = lambda rngs, x: {"params": np.zeros(1, np.float32)}  # noqa: E731
     return ff.TrainLoop(init, task, 0, n_steps=2, callbacks=given, stdout=False)
 
 
@@ -206,6 +209,28 @@ def test_the_metrics_of_several_outputs_have_modes():
     modes = {name: metric.mode for name, metric in loop.task.metrics.items()}
     assert modes == {"a_loss": None, "a_r2": "max", "a_huber_loss": "min", "x": None}
     assert known_mode("a_loss", modes) == "min"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "values"), [("val_crossentropy", [0.9, 0.2, 0.5]), ("val_accuracy", [0.1, 0.8, 0.5])]
+)
+def test_all_that_monitors_finds_the_same_best(name, values, tmp_path):
+    """The default mode of each, for a metric that is minimised and one that is maximised."""
+
+    def init(rngs, x):
+        return {"params": x}
+
+    state = ff.init_state(init, optax.sgd(0.1), 0, (X,))
+    stopping, history = callbacks.EarlyStopping(name, patience=9), ff.History()
+    bar = callbacks.ProgressBar(file=io.StringIO())
+    with checkpoints.CheckpointFileWriter(tmp_path / "run", keep=1, monitor=name) as writer:
+        for step, value in enumerate(values, start=1):
+            checkpoint = Checkpoint(step=step, state=state, metrics={name: value})
+            for each in (stopping, history.append, bar, writer):
+                each(checkpoint)
+    best = (stopping.best_step, history.best(name).step, bar.get_state()["best"][1])
+    assert (*best, checkpoints.best(tmp_path / "run")) == (2, 2, 2, 2)
 
 
 def test_better_is_finite_and_lower_or_higher_by_more_than_min_delta():

@@ -6,10 +6,14 @@ from measuring import value_of
 from flaxfit.metrics import (
     binary_iou,
     confusion_matrix,
+    dice,
     f1,
+    false_negative_rate,
+    false_positive_rate,
     fbeta,
     iou,
     mean_iou,
+    negative_predictive_value,
     precision,
     recall,
     specificity,
@@ -131,6 +135,32 @@ def test_rates_of_probabilities(tumours, measured, metric, reference, n_scores):
         expected = reference(labels, predicted, sample_weight=weights)
         chosen = metric(from_logits=False, threshold=threshold)
         assert measured(chosen, outputs, labels, weights=weights) == pytest.approx(expected)
+
+
+BY_COUNTS = [
+    (specificity, lambda tp, fp, fn, tn: tn / (tn + fp)),
+    (negative_predictive_value, lambda tp, fp, fn, tn: tn / (tn + fn)),
+    (false_positive_rate, lambda tp, fp, fn, tn: fp / (tn + fp)),
+    (false_negative_rate, lambda tp, fp, fn, tn: fn / (tp + fn)),
+    (dice, lambda tp, fp, fn, tn: 2 * tp / (2 * tp + fp + fn)),
+    (iou, lambda tp, fp, fn, tn: tp / (tp + fp + fn)),
+]
+
+
+@pytest.mark.slow
+def test_other_rates_of_many_classes(digits):
+    logits, labels, weights = digits
+    matrices = sklearn.metrics.multilabel_confusion_matrix(
+        labels, logits.argmax(1), sample_weight=weights
+    )
+    counts = matrices[:, [1, 0, 1, 0], [1, 1, 0, 0]].T
+    for metric, by_hand in BY_COUNTS:
+        sums = metric.measure(logits, labels, weights=weights)  # Averages change none of them.
+        by_class = metric(average=None).compute(sums)
+        np.testing.assert_allclose(by_class, by_hand(*counts), rtol=1e-5)
+        micro = metric(average="micro").compute(sums)
+        assert micro == pytest.approx(by_hand(*counts.sum(1)), rel=1e-5)
+        assert metric.compute(sums) == pytest.approx(by_class.mean())
 
 
 def test_fbeta_counts_recall_beta_times(digits, measured):
