@@ -103,6 +103,9 @@ def test_static_arguments_stay_plain_numbers():
     np.testing.assert_allclose(ours.target["w"], params["w"], rtol=1e-6)
     factor: Any = optax.tree.get(ours.state, "v_row")
     assert factor["w"].shape == (4,)
+    unknown = OptimizerDef(optax.adafactor, **given)
+    with pytest.raises(TypeError, match="static="):
+        jax.jit(unknown.update)(params, unknown.init(params), params)
 
 
 @pytest.mark.slow

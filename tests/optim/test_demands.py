@@ -173,6 +173,10 @@ def test_an_optimizer_trains_or_is_refused(name):
     assert_same(found, trained_by_hand(optimizer, PASSED.get(name, ()), **compiled))
 
 
+def test_all_that_is_refused_or_passed_more_is_known():
+    assert {*REFUSED, *PASSED} & {*FACTORIES} >= {"lbfgs", "polyak_sgd", "lookahead"}
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_definition_of_an_optimizer_that_no_step_can_call_is_refused():
     options = {"l2_norm_clip": 1.0, "noise_multiplier": 0.1, "seed": 0}

@@ -180,6 +180,7 @@ UNUSABLE = [
     ),
     (lambda: SGD.create(PARAMS, focus=lambda path, x: False), ValueError, "'0' matches no param"),
     (lambda: SGD.create(PARAMS, focus="head"), ValueError, "'head' matches no parameter"),
+    (lambda: SGD.create(PARAMS, focus=re.compile("h.d")), ValueError, "'h.d' matches no parameter"),
     (
         lambda: SGD.create({str(i): 1.0 for i in range(1053)}, focus="x"),
         ValueError,

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from loops import assert_close, init_of
 from marks import thorough
 from sklearn.datasets import load_digits
@@ -59,6 +60,18 @@ def test_a_loop_trains_the_groups_as_one_device_by_hand_does(n_devices):
     np.testing.assert_array_equal(trained["layers_0"]["bias"], start.params["layers_0"]["bias"])
     rates = hyperparams(checkpoint.optimizer_state)
     np.testing.assert_allclose(rates["layers_0/kernel"]["learning_rate"], 0.2 * (1 - 3 / 20))
+
+
+@pytest.mark.slow
+def test_an_nnx_model_trains_by_groups():
+    model = nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 10, rngs=nnx.Rngs(1)))
+    functions = ff.modules.from_nnx(model)
+    optimizer = MultiOptimizer(("layers/1/.*", OptimizerDef(optax.sgd, learning_rate=0.1)))
+    loop = loop_with(optimizer, functions.init, functions.apply)
+    before = loop.state.params["layers"]
+    after = loop.next_step().model_params["layers"]
+    np.testing.assert_array_equal(after["0"]["kernel"], before["0"]["kernel"])
+    assert np.any(after["1"]["kernel"] != before["1"]["kernel"])
 
 
 @pytest.mark.slow
