@@ -20,13 +20,13 @@ from flaxfit.task._companions import as_companions
 from flaxfit.task._multi_output import as_loss, is_number
 from flaxfit.task._no_loss import no_loss
 from flaxfit.task._output_metrics import as_metrics
-from flaxfit.task._precision import check_precision
+from flaxfit.task._precision import PRECISIONS
 from flaxfit.task._signatures import check_call, takes_ema
 from flaxfit.tree import label_of, whole_number
 
 
 def resolved(task: Any) -> dict[str, Any]:
-    """Checks the fields of a task, and returns normalized values."""
+    """Checks the fields of a `TrainTask`, and returns normalized values."""
     has_own_step, apply = task.step is not None, task.apply
     if has_own_step:
         _check_own_step(task)
@@ -41,35 +41,55 @@ def resolved(task: Any) -> dict[str, Any]:
         )
     _check_values(task)
     loss = task.loss
-    if task.objective is not None:
-        check_objective(task)
-    elif loss is not None or not has_own_step:
-        loss = as_loss(no_loss if loss is None else loss, task.loss_weights)
-    metrics, rngs = as_metrics(task.metrics, loss), names_of(task.rngs)
-    _check_collected(metrics)
-    if task.objective is None:  # An objective may draw from further streams itself.
-        check_streams("TrainTask", rngs, apply)
-    companions = as_companions("TrainTask", task)
-    check_flag("save_companions", task.save_companions)
-    if task.save_companions and not companions:
+    if task.objective is None and loss is None and not has_own_step:
+        loss = no_loss
+    found = _resolved("TrainTask", task, apply, loss)
+    _check_collected(found["metrics"])
+    _check_flag("save_companions", task.save_companions)
+    if task.save_companions and not found["companions"]:
         raise ValueError("save_companions=True would have no effect: the task has no companions.")
     return {
-        "apply": apply,
+        **found,
         "freeze": freeze,
         "norms": norms,
         "optimizer": _extended_optimizer(task, freeze, apply),
+        "pad": found["pad"] and found["loss"] is not no_loss,
+    }
+
+
+def resolved_for_evaluation(task: Any) -> dict[str, Any]:
+    """Checks the fields of an `EvalTask`, and returns normalized values."""
+    return _resolved("EvalTask", task, as_apply("EvalTask", task.apply, train=False), task.loss)
+
+
+def _resolved(owner: str, task: Any, apply: Any, loss: Any) -> dict[str, Any]:
+    """Checks the fields that both kinds of tasks have, and returns normalized values."""
+    if task.precision not in PRECISIONS:
+        raise ValueError(
+            f"{owner} cannot compute in precision {task.precision!r}: choose one of {PRECISIONS}."
+        )
+    if task.across not in (None, "batch"):
+        raise ValueError(f"across must be 'batch' or None, got {task.across!r:.60}.")
+    _check_flag("penalty_in_loss", task.penalty_in_loss)
+    if task.objective is not None:
+        _check_objective(task)
+    elif loss is not None:
+        loss = as_loss(loss, task.loss_weights)
+    rngs = (task.rngs,) if isinstance(task.rngs, str) else tuple(task.rngs)
+    if task.objective is None:  # An objective may draw from further streams itself.
+        check_streams(owner, rngs, apply)
+    return {
+        "apply": apply,
         "loss": loss,
-        "metrics": metrics,
+        "metrics": as_metrics(task.metrics, loss),
         "rngs": rngs,
-        "pad": task.pad and task.across is None and loss is not no_loss,
-        "companions": companions,
+        "companions": as_companions(owner, task),
+        "pad": task.pad and task.across is None,
     }
 
 
 def _check_values(task: Any) -> None:
-    """Checks the options that are numbers, words or functions."""
-    check_precision("TrainTask", task.precision)
-    check_across(task.across)
+    """Checks the options of training that are numbers, words or functions."""
     whole_number("accumulate", task.accumulate)
     if task.clip_norm is not None and not (is_number(task.clip_norm) and task.clip_norm > 0):
         raise ValueError(f"clip_norm must be more than 0, or None, got {task.clip_norm!r}.")
@@ -82,20 +102,17 @@ def _check_values(task: Any) -> None:
                 f"ema_overwrite_frequency={task.ema_overwrite_frequency} needs the moving average "
                 "that it writes: set ema to its decay, such as ema=0.999."
             )
-    check_flag("penalty_in_loss", task.penalty_in_loss)
-    if task.penalty_in_loss and task.mutable is not None and not in_filter(task.mutable, "losses"):
+    is_refused = task.mutable is not None and not in_filter(task.mutable, "losses")
+    if task.penalty_in_loss is True and is_refused:
         raise ValueError(
             f"penalty_in_loss=True cannot be combined with mutable={task.mutable!r:.60}: the "
             "losses that the model adds would count only in evaluation. Name 'losses' in mutable, "
             "too."
         )
-    if task.grads_hook is not None and not callable(task.grads_hook):
-        raise TypeError(
-            f"grads_hook must be (grads, state, sums) -> grads, got {task.grads_hook!r:.80}."
-        )
-    _check_example_grads_hook(task)
-    check_call("example_grads_hook", task.example_grads_hook, "grads")
-    check_call("grads_hook", task.grads_hook, "grads", "state", "sums")
+    check_call("grads_hook", task.grads_hook, "grads", "state", "sums", returns="grads")
+    check_call("example_grads_hook", task.example_grads_hook, "grads", returns="grads")
+    if task.example_grads_hook is not None:
+        _check_examples_are_apart(task)
     above = task.skip_above
     if above is not None and not (is_number(above) and above > 0):
         raise ValueError(
@@ -103,13 +120,8 @@ def _check_values(task: Any) -> None:
         )
 
 
-def _check_example_grads_hook(task: Any) -> None:
-    if task.example_grads_hook is None:
-        return
-    if not callable(task.example_grads_hook):
-        raise TypeError(
-            f"example_grads_hook must be grads -> grads, got {task.example_grads_hook!r:.80}."
-        )
+def _check_examples_are_apart(task: Any) -> None:
+    """Checks that a task with `example_grads_hook` computes a gradient for each example."""
     if task.across is not None or not task.pad:
         option = "pad=False" if task.across is None else f"across={task.across!r}"
         raise ValueError(
@@ -130,14 +142,7 @@ def check_names(reported: Iterable[str]) -> None:
             raise ValueError(f"The objective cannot report {name}: {why}. Use another name.")
 
 
-def check_across(across: str | None) -> None:
-    """Checks the option `across`."""
-    if across not in (None, "batch"):
-        raise ValueError(f"across must be 'batch' or None, got {across!r:.60}.")
-
-
-def check_flag(name: str, given: object) -> None:
-    """Checks that an option is True or False."""
+def _check_flag(name: str, given: object) -> None:
     if not isinstance(given, bool):
         raise TypeError(f"{name} must be True or False, got {given!r:.60}.")
 
@@ -153,15 +158,12 @@ def _check_collected(metrics: Mapping[str, Metric]) -> None:
         )
 
 
-def check_objective(task: Any) -> None:
+def _check_objective(task: Any) -> None:
     """Checks an objective, and the options that cannot be combined with it."""
-    if not callable(task.objective):
-        raise TypeError(
-            f"objective must be (apply, batch, rngs) -> values, got {task.objective!r:.80}."
-        )
     is_given_ema = takes_ema(task)
     named = ("ema",) if is_given_ema else ()  # Companions are checked by name.
-    check_call("objective", task.objective, "apply", "batch", "rngs", named=named)
+    arguments = ("apply", "batch", "rngs")
+    check_call("objective", task.objective, *arguments, returns="values", named=named)
     if getattr(task, "ema", 1) is None and is_given_ema:
         raise ValueError(
             "The objective has a parameter ema, but the task keeps no moving average of its "
@@ -181,7 +183,7 @@ def check_objective(task: Any) -> None:
             "penalty_in_loss=True is for a loss of the outputs, but the objective calls the model "
             "itself: add the penalty to its values, which are the reported loss."
         )
-    if getattr(task, "across", None) is not None:
+    if task.across is not None:
         raise ValueError(
             "across='batch' is for a loss of the outputs, but the objective calls the model "
             "itself: give a loss, or pad=False with one device or strategy=Sharded(). On several "
@@ -270,8 +272,3 @@ def _say_tx() -> None:
         "the optimizer is an nnx.Optimizer: its transformation, optimizer.tx, trains the model; "
         "its own state has no effect"
     )
-
-
-def names_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns one name or several as a tuple."""
-    return (names,) if isinstance(names, str) else tuple(names)

@@ -41,11 +41,3 @@ def in_float32(tree: PyTree) -> PyTree:
         return x.astype(jnp.float32) if is_narrow else x
 
     return jax.tree.map(up, tree)
-
-
-def check_precision(owner: str, precision: str | None) -> None:
-    """Checks that a precision is one of `PRECISIONS`."""
-    if precision not in PRECISIONS:
-        raise ValueError(
-            f"{owner} cannot compute in precision {precision!r}: choose one of {PRECISIONS}."
-        )

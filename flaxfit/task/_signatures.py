@@ -37,19 +37,32 @@ def _ema_of(objective: Any) -> inspect.Parameter | None:
 
 
 def check_call(
-    option: str, function: Any, *arguments: str, named: tuple[str, ...] | None = None
+    option: str,
+    function: Any,
+    *arguments: str,
+    returns: str,
+    named: tuple[str, ...] | None = None,
 ) -> None:
-    """Checks that a function accepts these arguments; with `named`, it may require others."""
+    """Checks that an option is a function of these arguments, or None.
+
+    With `named`, the function may require further arguments by keyword.
+    """
+    if function is None:
+        return
+    is_alone = len(arguments) == 1
+    form = arguments[0] if is_alone else f"({', '.join(arguments)})"
+    if not callable(function):
+        raise TypeError(f"{option} must be {form} -> {returns}, got {function!r:.80}.")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # None and some callables have no signature.
+    except (TypeError, ValueError):  # Some callables have no signature.
         return
     bind = signature.bind if named is None else signature.bind_partial
     try:
         bind(*arguments, **dict.fromkeys(named or ()))
     except TypeError as error:
-        what = f"{arguments[0]} alone" if len(arguments) == 1 else f"({', '.join(arguments)})"
         more = "" if named is None else ", and by keyword with its companions and ema"
         raise TypeError(
-            f"{option} is called with {what}{more}, but its signature is {signature}: {error}."
+            f"{option} is called with {form}{' alone' if is_alone else ''}{more}, but its "
+            f"signature is {signature}: {error}."
         ) from None

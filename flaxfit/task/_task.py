@@ -7,25 +7,42 @@ from typing import Any
 
 from flaxfit.data._roles import Names, Roles
 from flaxfit.display import short_errors
-from flaxfit.modules._switch import as_apply, check_streams, handle_of, inputs_of
+from flaxfit.modules._switch import handle_of, inputs_of
 from flaxfit.optim._averaged import averaged, has_average, has_ema
-from flaxfit.task._companions import as_companions
-from flaxfit.task._multi_output import as_loss
-from flaxfit.task._options import (
-    check_across,
-    check_flag,
-    check_objective,
-    names_of,
-    resolved,
-)
-from flaxfit.task._output_metrics import as_metrics
-from flaxfit.task._precision import check_precision
+from flaxfit.task._options import resolved, resolved_for_evaluation
 from flaxfit.task._repr import describe
 from flaxfit.tree import Data, Function, PyTree, Variables, copied
 
 
+class _Task:
+    """The part that `TrainTask` and `EvalTask` have in common."""
+
+    apply: Any
+    loss: Any
+    inputs: Names
+    targets: Names
+    weights: str | Mapping[str, str] | None
+    objective: Function | None
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the outputs, if losses are given by output; else empty."""
+        return tuple(getattr(self.loss, "names", ()))
+
+    @functools.cached_property
+    def roles(self) -> Roles:
+        """The roles of the columns of a batch that is a mapping."""
+        # An objective or a custom step calls the model itself.
+        is_called = self.objective is None and getattr(self, "step", None) is None
+        call = inputs_of(self.apply) if is_called else None
+        return Roles(self.inputs, self.targets, self.weights, call, self.outputs)
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
-class TrainTask:
+class TrainTask(_Task):
     """Describes what to train: a model, an optimizer, a loss and data, or a custom step and data.
 
     >>> import optax
@@ -165,29 +182,15 @@ class TrainTask:
         self.__dict__.update(resolved(self))
         self.roles.check("TrainTask")
 
-    def __repr__(self) -> str:
-        return describe(self)
-
     @property
     def keeps_whole(self) -> bool:
         """Whether a batch is neither padded nor divided into parts, and so may be any pytree."""
         is_unpadded = self.step is not None or not self.pad
         return is_unpadded and self.accumulate == 1 and self.across is None
 
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of the outputs, if losses are given by output; else empty."""
-        return _outputs_of(self.loss)
-
-    @functools.cached_property
-    def roles(self) -> Roles:
-        """The roles of the columns of a batch that is a mapping."""
-        is_called = self.step is None and self.objective is None
-        return _roles_of(self, is_called)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class EvalTask:
+class EvalTask(_Task):
     """Describes what to measure: a model, metrics and data.
 
     >>> EvalTask(lambda v, x, **_: x, ["mse"], [([1.0], [1.0])]).loss is None
@@ -235,49 +238,13 @@ class EvalTask:
     check_finite: bool = True
 
     def __post_init__(self) -> None:
-        apply = as_apply("EvalTask", self.apply, train=False)
-        check_precision("EvalTask", self.precision)
-        if self.objective is not None:
-            check_objective(self)
-        companions = as_companions("EvalTask", self)
-        loss = None if self.loss is None else as_loss(self.loss, self.loss_weights)
-        metrics, rngs = as_metrics(self.metrics, loss), names_of(self.rngs)
-        if self.objective is None:
-            check_streams("EvalTask", rngs, apply)
-        check_across(self.across)
-        check_flag("penalty_in_loss", self.penalty_in_loss)
-        pad = self.pad and self.across is None
-        self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=rngs, pad=pad)
-        self.__dict__["companions"] = companions
+        self.__dict__.update(resolved_for_evaluation(self))
         self.roles.check("EvalTask")
-
-    def __repr__(self) -> str:
-        return describe(self)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of the outputs, as in `TrainTask`."""
-        return _outputs_of(self.loss)
 
     @property
     def keeps_whole(self) -> bool:
         """Whether a batch is not padded, and so may be any pytree."""
         return not self.pad
-
-    @functools.cached_property
-    def roles(self) -> Roles:
-        """The roles of the columns of a batch that is a mapping."""
-        return _roles_of(self, self.objective is None)
-
-
-def _roles_of(task: TrainTask | EvalTask, is_called: bool) -> Roles:
-    """Returns the roles of a task; `is_called`: whether flaxfit calls the model itself."""
-    call = inputs_of(task.apply) if is_called else None
-    return Roles(task.inputs, task.targets, task.weights, call, _outputs_of(task.loss))
-
-
-def _outputs_of(loss: object) -> tuple[str, ...]:
-    return tuple(getattr(loss, "names", ()))
 
 
 def module_of(task: TrainTask, state: PyTree) -> Any:
