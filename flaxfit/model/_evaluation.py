@@ -79,8 +79,8 @@ class Evaluation(Persistence):
                 "compile(loss='mse', metrics=['mae']) first, or pass them to Model."
             )
         self._follow_module()
-        data = in_order(self._prepared(x, y, sample_weight), batch_size)
-        data = self._trainer.begin_with(data)
+        data, _ = self._prepared(x, y, sample_weight)
+        data = self._trainer.begin_with(in_order(data, batch_size))
         self._evaluator.attach(self._trainer)  # A checkpoint may have brought its companions.
         state = self._trainer.averaged(self._trainer.state_in_place)
         _notify(users, "on_test_begin", {})
@@ -150,9 +150,10 @@ class Evaluation(Persistence):
         """
         self._follow_module()
         options = {"shuffle": None, "epochs": 1, "steps_per_epoch": None, "n_before": 0}
-        seed, task = self._trainer.starting_point.seed, self._trainer.task
-        stream = training_stream(self._inputs(x), batch_size=batch_size, seed=seed, **options)
+        inputs = self._inputs(x)
+        stream = training_stream(inputs, batch_size=batch_size, seed=self.seed, **options)
         data = self._trainer.begin_with(stream)
+        task = self._trainer.task
         self.state = update_statistics(task, self.state, data, strategy=self.strategy)
 
     @short_errors
@@ -219,7 +220,7 @@ class Evaluation(Persistence):
           Collected metrics are nan.
         """
         self._follow_module()
-        found = self._prepared(x, y, sample_weight)
+        found, _ = self._prepared(x, y, sample_weight)
         _n_examples(found, "train_on_batch")
         if class_weight is not None:  # A single batch need not contain all labels.
             found = next(ClassWeightedStream(iter([found]), class_weight))
@@ -248,7 +249,7 @@ class Evaluation(Persistence):
           x, y, sample_weight: arrays, as in `evaluate`.
           return_dict: as in `evaluate`.
         """
-        size = _n_examples(self._prepared(x, y, sample_weight), "test_on_batch")
+        size = _n_examples(self._prepared(x, y, sample_weight)[0], "test_on_batch")
         size += -size % self.strategy.n_devices  # A smaller batch may run at its own size.
         return self.evaluate(x, y, size, 0, sample_weight=sample_weight, return_dict=return_dict)
 
@@ -293,18 +294,31 @@ class Evaluation(Persistence):
         finally:
             own.close()
 
-    def _prepared(self, x: Data, y: PyTree, sample_weight: PyTree) -> Data:
-        """Converts the arguments of `evaluate` by `prepare`."""
-        outputs = self._trainer.task.outputs
-        return prepare(self._columns(x, y), y, sample_weight, outputs=outputs)[0]
+    def _prepared(
+        self,
+        x: Data,
+        y: PyTree,
+        sample_weight: PyTree,
+        class_weight: Mapping[int, float] | str | None = None,
+        validation_split: float = 0.0,
+        validation_data: Data = None,
+    ) -> tuple[Data, Data]:
+        """Converts the data of `fit` and `evaluate` by `prepare`, selecting columns by name."""
+        roles = self._trainer.task.roles
+        return prepare(
+            roles.of_data_set(x) if y is None else x,
+            y,
+            sample_weight,
+            class_weight,
+            validation_split,
+            roles.of_data_set(validation_data),
+            self.seed,
+            outputs=roles.outputs,
+        )
 
     def _inputs(self, x: Data) -> Data:
         """Converts the data of `predict` by `prepare_inputs`, selecting columns by name."""
         return prepare_inputs(self._trainer.task.roles.of_data_set(x, has_targets=False))
-
-    def _columns(self, data: Data, y: PyTree = None) -> Data:
-        """Selects the columns of a mapping of arrays by name; returns other data unchanged."""
-        return data if y is not None else self._trainer.task.roles.of_data_set(data)
 
 
 _NEED_NO_LOOP = (CSVLogger, Events, JSONLogger, StopOnNaN, TensorBoardLogger)

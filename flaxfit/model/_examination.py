@@ -4,20 +4,22 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from flaxfit import modules
 from flaxfit.data import ArrayStream, as_stream
 from flaxfit.data._batch import normalize
-from flaxfit.data._fit_arguments import prepare
 from flaxfit.data._libraries import is_hugging_face, regular_size
 from flaxfit.display import count, html, short_errors
 from flaxfit.loop import TrainLoop
 from flaxfit.model._evaluation import Evaluation
-from flaxfit.model._find_batch_size import find_batch_size
 from flaxfit.model._find_lr import LearningRateRange, check_range, find_lr
-from flaxfit.model._trainer import Trainer
 from flaxfit.step import cost_of
 from flaxfit.task import describe_loss
 from flaxfit.tree import Data, PyTree, shapes_of
+
+_USABLE = 0.9
+"""The usable fraction of device memory; the rest is for prefetched batches and fragmentation."""
 
 
 class Examination(Evaluation):
@@ -94,7 +96,8 @@ class Examination(Evaluation):
         """
         check_range(lowest, highest, n_steps)
         self._follow_module()
-        with trial(self._trainer, "find_lr", x, y, sample_weight, batch_size) as loop:
+        data, _ = self._prepared(x, y, sample_weight)
+        with self._trial("find_lr", data, batch_size) as loop:
             return find_lr(loop, lowest=lowest, highest=highest, n_steps=n_steps)
 
     @short_errors
@@ -127,9 +130,37 @@ class Examination(Evaluation):
           ValueError: not even the smallest batch fits, or the backend reports no limit (a CPU).
         """
         self._follow_module()
-        n = self.strategy.n_devices
-        with trial(self._trainer, "find_batch_size", x, y, sample_weight, of_arrays=n) as loop:
-            return find_batch_size(loop, limit=limit, largest=largest)
+        data, _ = self._prepared(x, y, sample_weight)
+        size = self.strategy.n_devices if isinstance(data, tuple) else None
+        with self._trial("find_batch_size", data, size) as loop:
+            return _largest_batch(loop, limit, largest)
+
+    @contextlib.contextmanager
+    def _trial(self, owner: str, data: Data, batch_size: int | None) -> Iterator[TrainLoop]:
+        """Yields a loop over a copy of the state; restores the position of the data at the end.
+
+        The order is random. `owner` is the name of the caller, for the error about data that can be
+        iterated only once.
+        """
+        if isinstance(data, tuple):
+            size = regular_size(batch_size)
+            stream = ArrayStream(*data, batch_size=size, shuffle=True, seed=self.seed)
+        else:
+            shuffle = is_hugging_face(data)
+            stream = as_stream(data, batch_size=batch_size, shuffle=shuffle, seed=self.seed)
+        if not getattr(stream, "is_repeatable", True):
+            raise ValueError(
+                f"{owner} would consume this data, which can be iterated only once: pass arrays, a "
+                "list of batches or a loader."
+            )
+        position = stream.get_state() if hasattr(stream, "get_state") else None
+        trainer = self._trainer
+        try:
+            init = trainer.starting_point.init if trainer.loop is None else trainer.loop.state
+            yield trainer.make_loop(init, stream, stdout=False)
+        finally:
+            if position is not None:
+                stream.set_state(position)
 
     def __repr__(self) -> str:
         trainer, measured = self._trainer, self._evaluator.task
@@ -155,39 +186,28 @@ class Examination(Evaluation):
         )
 
 
-@contextlib.contextmanager
-def trial(
-    trainer: Trainer,
-    owner: str,
-    x: Data,
-    y: PyTree,
-    sample_weight: PyTree,
-    batch_size: int | None = None,
-    *,
-    of_arrays: int | None = None,
-) -> Iterator[TrainLoop]:
-    """Yields a loop over a copy of the state; restores the position of the data at the end.
-
-    The order is random; `of_arrays` replaces the batch size for arrays. `owner` is the name of the
-    caller, for the error about data that can be iterated only once.
-    """
-    x = trainer.task.roles.of_data_set(x) if y is None else x
-    data, start = prepare(x, y, sample_weight)[0], trainer.starting_point
-    if isinstance(data, tuple):
-        size = regular_size(of_arrays or batch_size)
-        stream = ArrayStream(*data, batch_size=size, shuffle=True, seed=start.seed)
-    else:
-        shuffle = is_hugging_face(data)
-        stream = as_stream(data, batch_size=batch_size, shuffle=shuffle, seed=start.seed)
-    if not getattr(stream, "is_repeatable", True):
+def _largest_batch(loop: TrainLoop, limit: float | None, largest: int) -> int:
+    """Compiles steps, doubling the batch size until one exceeds the limit; runs none."""
+    limit = _memory_of_a_device() if limit is None else limit
+    n = loop.strategy.n_devices * loop.task.accumulate
+    needed = loop.step_memory(n)
+    if needed > limit:
         raise ValueError(
-            f"{owner} would consume this data, which can be iterated only once: pass arrays, a "
-            "list of batches or a loader."
+            f"Not even a step of {n} examples fits: it needs {needed / 1e9:.3g} GB on each device, "
+            f"the limit is {limit / 1e9:.3g} GB. Lower the precision (precision='bfloat16'), split "
+            "the state (strategy=Sharded.fsdp()), or make the model smaller."
         )
-    position = stream.get_state() if hasattr(stream, "get_state") else None
-    try:
-        init = start.init if trainer.loop is None else trainer.loop.state
-        yield trainer.make_loop(init, stream, stdout=False)
-    finally:
-        if position is not None:
-            stream.set_state(position)
+    while 2 * n <= largest and loop.step_memory(2 * n) <= limit:
+        n *= 2
+    return n
+
+
+def _memory_of_a_device() -> float:
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    known = [each["bytes_limit"] for each in stats if each.get("bytes_limit")]
+    if not known:
+        raise ValueError(
+            f"The backend {jax.default_backend()!r} does not report how much memory a device has: "
+            "pass limit=, in bytes."
+        )
+    return _USABLE * min(known)

@@ -34,17 +34,18 @@ class LearningRateRange:
     suggestion: float
     """The rate at which the loss was halfway to its lowest."""
 
+    @property
+    def _span(self) -> str:
+        return f"{len(self.rates)} rates from {self.rates[0]:.4g} to {self.rates[-1]:.4g}"
+
     def __repr__(self) -> str:
-        span = f"{len(self.rates)} rates from {self.rates[0]:.4g} to {self.rates[-1]:.4g}"
-        return (
-            f"LearningRateRange(suggestion={self.suggestion:.4g}, {span} {sparkline(self.losses)})"
-        )
+        shown = f"{self._span} {sparkline(self.losses)}"
+        return f"LearningRateRange(suggestion={self.suggestion:.4g}, {shown})"
 
     def _repr_html_(self) -> str:
         chart = svg_chart("log10 of the rate", {"loss": self.losses}, np.log10(self.rates).tolist())
         title = f"suggested learning rate: {self.suggestion:.4g}"
-        facts = f"{len(self.rates)} rates from {self.rates[0]:.4g} to {self.rates[-1]:.4g}"
-        return html.card(title, [facts], f"<div>{chart}</div>")
+        return html.card(title, [self._span], f"<div>{chart}</div>")
 
     def plot(self) -> Any:
         """Draws the loss over the rate with the suggestion; returns the matplotlib axes."""

@@ -16,11 +16,11 @@ from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import DataStream
 from flaxfit.display import show_one_line
 from flaxfit.loop import EndOfData, EvalLoop, TrainLoop, as_tuple, by_one_thread, unfreezes
-from flaxfit.model._export import apply_to_export
 from flaxfit.model._resume import RunFolder, finish, guards
 from flaxfit.model._streams import known_length, length_of, prefetched, training_stream
+from flaxfit.model._tasks import apply_to_export
 from flaxfit.model._trainer import Trainer
-from flaxfit.model._validation import Validation, epochs_of, validation_of
+from flaxfit.model._validation import epochs_of, validation_of
 from flaxfit.state import FitCall
 from flaxfit.tree import Data, order_of, whole_number
 
@@ -127,7 +127,16 @@ def fit(
     evaluator.attach(loop)
     if validation is not None:
         validation.attach_to(loop)
-    lines = _first_lines(trainer.name, loop, stream, validation, n_steps)
+    lines = display.start_lines(
+        trainer.name,
+        n_params=display.html.n_numbers(loop.state_in_place.params),
+        n_devices=len(loop.strategy.devices),
+        platform=jax.default_backend(),
+        batch_size=getattr(stream, "batch_size", None),
+        n_train=getattr(stream, "n_examples", None),
+        n_validation=getattr(validation and validation.data, "n_examples", None),
+        steps_per_epoch=n_steps,
+    )
     history.facts = " · ".join(lines)
     trainer.history = history
     fit_call = FitCall(
@@ -251,25 +260,6 @@ def _train_passes(trainer: Trainer, loop: TrainLoop, epochs: int) -> None:
                 return
         if n_done < epochs:
             loop.data = loop.data  # The assignment starts another pass.
-
-
-def _first_lines(
-    name: str,
-    loop: TrainLoop,
-    stream: DataStream,
-    validation: Validation | None,
-    n_steps: int | None,
-) -> list[str]:
-    return display.start_lines(
-        name,
-        n_params=display.html.n_numbers(loop.state_in_place.params),
-        n_devices=len(loop.strategy.devices),
-        platform=jax.default_backend(),
-        batch_size=getattr(stream, "batch_size", None),
-        n_train=getattr(stream, "n_examples", None),
-        n_validation=getattr(validation and validation.data, "n_examples", None),
-        steps_per_epoch=n_steps,
-    )
 
 
 def _close_data(loop: TrainLoop) -> None:

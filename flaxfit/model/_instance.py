@@ -29,13 +29,11 @@ class Instance:
         self._attributes: Any = None
         self._is_fitting = False
         self.follow(apply)
-        if self._handle is not None:
-            self._watch(self._handle.module())
-
-    def _watch(self, module: Any) -> None:
-        """Watches an instance; prints a notice if another model has it as its module."""
+        if self._handle is None:
+            return
         from flaxfit.modules._nnx_attributes import Attributes
 
+        module = self._handle.module()
         self._attributes = Attributes(module)
         other = _OWNERS.get(id(module))
         before = None if other is None else other._handle

@@ -9,7 +9,6 @@ import numpy as np
 from flaxfit import checkpoints
 from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
-from flaxfit.data._fit_arguments import prepare
 from flaxfit.display import short_errors
 from flaxfit.loop import strategy_for, use_compilation_cache
 from flaxfit.metrics import Metric
@@ -229,16 +228,8 @@ class Model(Examination, AnswersOtherNames):
             validation_batch_size=validation_batch_size,
         )
         self._follow_module()
-        x, held_out = self._columns(x, y), self._columns(validation_data)
-        data, validation_data = prepare(
-            x,
-            y,
-            sample_weight,
-            class_weight,
-            validation_split,
-            held_out,
-            self.seed,
-            outputs=self._trainer.task.outputs,
+        data, validation_data = self._prepared(
+            x, y, sample_weight, class_weight, validation_split, validation_data
         )
         return fit(
             self._trainer,
@@ -260,15 +251,6 @@ class Model(Examination, AnswersOtherNames):
             checkpoint_dir=checkpoint_dir,
             resume=resume,
         )
-
-    @property
-    def seed(self) -> int:
-        """The seed of initial parameters, shuffling and dropout; can be set before `fit`."""
-        return self._trainer.starting_point.seed
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self._trainer.starting_point.seed = seed
 
     @property
     def optimizer(self) -> Any:

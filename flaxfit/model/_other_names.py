@@ -8,66 +8,58 @@ from flaxfit.display import short_errors
 from flaxfit.loop import hook_of
 from flaxfit.task import TrainTask
 
-_WEIGHTS = (
-    "the parameters are model.state.params, other variables model.state.model_state, and "
-    "get_weights() lists all as arrays"
-)
-_LAYERS = (
-    "its module is model.module, summary(x) prints the layers, and layers are frozen by path, "
-    "such as model.freeze = ['encoder/.*']"
-)
-_OUTPUTS = "let the module return what you need; summary(x) prints the shapes"
-_CODE = (
-    "the code of the module is the architecture; save(folder) and save_weights(path) keep arrays"
-)
-_SWITCH = "fit, evaluate and predict switch the module between training and evaluation"
-_FIT = "fit, evaluate and predict take generators and loaders"
-_LOSSES = "the module adds to the loss by self.sow('losses', name, value)"
-
 _STEP = (
     "pass Model(..., step=...), a pure function (state, batch) -> (state, sums), or objective=..., "
     "a loss that calls the model, to train with; pass metrics for what evaluate is to measure"
 )
-_LOSS = (
-    "pass a loss, (*outputs, *targets) -> values, or Model(..., objective=...), which calls the "
-    "model by itself"
-)
-_MODULE = "write a Flax module, and pass it: Model(module, ...)"
-
 _METHODS: Mapping[str, str] = {
     **dict.fromkeys(["train_step", "test_step", "predict_step"], _STEP),
     **dict.fromkeys(["training_step", "validation_step", "prediction_step"], _STEP),
     **dict.fromkeys([f"make_{each}_function" for each in ("train", "test", "predict")], _STEP),
-    "call": _MODULE,
-    "compute_loss": _LOSS,
+    "call": "write a Flax module, and pass it: Model(module, ...)",
+    "compute_loss": (
+        "pass a loss, (*outputs, *targets) -> values, or Model(..., objective=...), which calls "
+        "the model by itself"
+    ),
     "configure_optimizers": "pass an optimizer, such as optax.adam(schedule)",
 }
 """The methods that models of other libraries override."""
 
-_BUILT = "build(x) or the first data makes the parameters, and compile is not needed"
-
-_RATE = (
-    "model.compile(optimizer=optax.adam(0.01)) sets it and keeps the state of the optimizer; while "
-    "fit runs, callbacks.LearningRateScheduler does"
-)
+_GROUPS = {
+    "layers get_layer": (
+        "its module is model.module, summary(x) prints the layers, and layers are frozen by path, "
+        "such as model.freeze = ['encoder/.*']"
+    ),
+    "weights variables params parameters state_dict trainable_variables trainable_weights "
+    "non_trainable_variables non_trainable_weights": (
+        "the parameters are model.state.params, other variables model.state.model_state, and "
+        "get_weights() lists all as arrays"
+    ),
+    "input inputs output outputs input_shape output_shape": (
+        "let the module return what you need; summary(x) prints the shapes"
+    ),
+    "to_json get_config from_config": (
+        "the code of the module is the architecture; save(folder) and save_weights(path) keep "
+        "arrays"
+    ),
+    "train eval": "fit, evaluate and predict switch the module between training and evaluation",
+    "fit_generator evaluate_generator predict_generator": (
+        "fit, evaluate and predict take generators and loaders"
+    ),
+    "losses add_loss": "the module adds to the loss by self.sow('losses', name, value)",
+    "built compiled": "build(x) or the first data makes the parameters, and compile is not needed",
+    "lr learning_rate": (
+        "model.compile(optimizer=optax.adam(0.01)) sets it and keeps the state of the optimizer; "
+        "while fit runs, callbacks.LearningRateScheduler does"
+    ),
+}
 _OPTIONS = {field.name for field in dataclasses.fields(TrainTask) if field.kw_only}
 
 _ADVICE: Mapping[str, str] = {
     **{name: f"model.compile({name}=...) sets it" for name in _OPTIONS - {"freeze", "step"}},
     **{name: f"pass Model(..., {name}=...)" for name in ("eval_rngs", "snapshot")},
     **{name: f"pass it to fit, {name}=..." for name in ("callbacks", "class_weight")},
-    **dict.fromkeys(["layers", "get_layer"], _LAYERS),
-    **dict.fromkeys(["weights", "variables", "params", "parameters", "state_dict"], _WEIGHTS),
-    **dict.fromkeys(["trainable_variables", "trainable_weights"], _WEIGHTS),
-    **dict.fromkeys(["non_trainable_variables", "non_trainable_weights"], _WEIGHTS),
-    **dict.fromkeys(["input", "inputs", "output", "outputs"], _OUTPUTS),
-    **dict.fromkeys(["input_shape", "output_shape"], _OUTPUTS),
-    **dict.fromkeys(["to_json", "get_config", "from_config"], _CODE),
-    **dict.fromkeys(["train", "eval"], _SWITCH),
-    **dict.fromkeys(["fit_generator", "evaluate_generator", "predict_generator"], _FIT),
-    **dict.fromkeys(["losses", "add_loss"], _LOSSES),
-    **dict.fromkeys(["built", "compiled"], _BUILT),
-    **dict.fromkeys(["lr", "learning_rate"], _RATE),
+    **{name: advice for names, advice in _GROUPS.items() for name in names.split()},
     **_METHODS,
     "call": "use predict(x), or trained()(x), which can be differentiated",
     "jit_compile": "steps are always compiled, unless Model(..., run_eagerly=True) is given",
@@ -79,8 +71,6 @@ _ADVICE: Mapping[str, str] = {
     "score": "use evaluate(x, y)",
     "stop_training": "a callback ends training by returning checkpoint.replace(stop=True)",
 }
-
-
 _SET_ELSEWHERE = _OPTIONS | {"callbacks", "class_weight", "lr", "learning_rate"}
 
 

@@ -11,8 +11,7 @@ from flaxfit import checkpoints
 from flaxfit.callbacks._history import History
 from flaxfit.display import html, short_errors
 from flaxfit.loop import Consistency, EvalLoop, Predictor
-from flaxfit.model._export import apply_to_export
-from flaxfit.model._tasks import Recipe
+from flaxfit.model._tasks import Recipe, apply_to_export
 from flaxfit.model._trainer import Trainer
 from flaxfit.modules._patterns import as_patterns
 from flaxfit.state import TrainState
@@ -35,6 +34,15 @@ class Persistence:
     def step(self) -> int:
         """The number of completed updates."""
         return self._trainer.step
+
+    @property
+    def seed(self) -> int:
+        """The seed of initial parameters, shuffling and dropout; can be set before `fit`."""
+        return self._trainer.starting_point.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._trainer.starting_point.seed = seed
 
     @property
     def strategy(self) -> Strategy:

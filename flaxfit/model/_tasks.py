@@ -12,7 +12,7 @@ from flaxfit import modules
 from flaxfit.display import say
 from flaxfit.modules import ModelFunctions
 from flaxfit.task import EvalTask, TrainTask, as_loss, as_metrics, objective_in_evaluation
-from flaxfit.tree import Array, PyTree
+from flaxfit.tree import ApplyFn, Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +125,17 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
             "optimizer options to the optimizer, such as optax.adam(learning_rate=1e-3)."
         )
     return {name: value for name, value in options.items() if name in known}
+
+
+def apply_to_export(task: EvalTask) -> ApplyFn:
+    """Returns the `apply` of an evaluation task; raises if it draws random numbers."""
+    if task.rngs:
+        raise ValueError(
+            f"Cannot export a model that draws random numbers (eval_rngs={task.rngs}): an exported "
+            "program is a function of the inputs alone. Make a Model without eval_rngs, of a "
+            "module that draws none in evaluation, and load the weights with load_weights."
+        )
+    return task.apply
 
 
 _ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -65,9 +65,9 @@ class Validation:
         self._evaluator.attach(loop)
         self._loop = loop
         n = None if is_read_once(self.data) else known_length(self.data)
-        self._is_unknown, self._say = n is None, loop.say
-        if self._n_steps is not None and n is not None and n < self._n_steps:
-            loop.say(f"validation_steps={self._n_steps:,}: all {n:,} batches are measured")
+        self._is_said = False
+        if n is not None:
+            self._say_if_shorter(n)
         if hasattr(self.data, "one_epoch") or not isinstance(self.data, Iterator):
             self._evaluator.check(loop.state_in_place, self.data, in_phase=loop.in_phase)
 
@@ -88,10 +88,10 @@ class Validation:
         return self.data
 
     def _say_if_shorter(self, n: int) -> None:
-        """Prints, once, that data of unknown length had fewer batches than requested."""
-        if self._is_unknown and self._n_steps is not None and n < self._n_steps:
-            self._is_unknown = False
-            self._say(f"validation_steps={self._n_steps:,}: all {n:,} batches are measured")
+        """Prints, once, that the data has fewer batches than requested."""
+        if not self._is_said and self._n_steps is not None and n < self._n_steps:
+            self._is_said = True
+            self._loop.say(f"validation_steps={self._n_steps:,}: all {n:,} batches are measured")
 
 
 class GeneratorValidation(Validation):
