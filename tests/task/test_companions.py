@@ -27,6 +27,15 @@ def task_of(companions, objective=objective, **options):
     )
 
 
+def refuses(companions, error, message):
+    for make in (
+        lambda: task_of(companions),
+        lambda: ff.EvalTask(MODULE, (), objective=objective, companions=companions),
+    ):
+        with pytest.raises(error, match=message):
+            make()
+
+
 @pytest.mark.parametrize(
     ("companions", "error", "message"),
     [
@@ -37,46 +46,31 @@ def task_of(companions, objective=objective, **options):
         ({"ema": PAIR}, ValueError, "A companion cannot be called 'ema'"),
         ({"teacher": PAIR, "judge": PAIR}, ValueError, "no parameter for the companions judge"),
         ({}, ValueError, "parameters for the companions teacher, but there is none"),
-        ({"teacher": MODULE}, TypeError, "'teacher' must be .apply, variables., .Linen module"),
-        ({"teacher": nnx.Linear}, TypeError, "'teacher' must be .apply, variables., .Linen module"),
-        ({"teacher": (3, VARIABLES)}, TypeError, "companion 'teacher' needs a module or an apply"),
-        (
-            {"teacher": (MODULE, VARIABLES["params"])},
-            TypeError,
-            "'teacher' needs variables such as {'params': ...}",
-        ),
-        (
-            {"teacher": (MODULE, ff.InferenceState(np.int32(0), VARIABLES["params"], {}))},
-            TypeError,
-            "'teacher' needs variables (?s:.*) Give state.variables",
-        ),
-        (
-            {"teacher": (MODULE, jax.eval_shape(lambda: VARIABLES))},
-            TypeError,
-            "'teacher' needs arrays of numbers, and params/bias is ShapeDtypeStruct",
-        ),
-        (
-            {"teacher": (MODULE, {**VARIABLES, "stats": {"a": "text"}})},
-            TypeError,
-            "'teacher' needs arrays of numbers, and stats/a is 'text'",
-        ),
-        (
-            {"teacher": (MODULE, {**VARIABLES, "stats": np.array(["text"])})},
-            TypeError,
-            "'teacher' needs arrays of numbers, and stats is array",
-        ),
-        (
-            {"teacher": ff.Model(MODULE, optax.sgd(0.1), "mse")},
-            TypeError,
-            "'teacher' must be .*NNX class, variables.*model.module, model.state.variables",
-        ),
     ],
 )
-def test_what_is_no_companion_is_refused_in_words(companions, error, message):
-    with pytest.raises(error, match=message):
-        task_of(companions)
-    with pytest.raises(error, match=message):
-        ff.EvalTask(MODULE, (), objective=objective, companions=companions)
+def test_companions_that_the_objective_cannot_be_given_are_refused(companions, error, message):
+    refuses(companions, error, message)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        (MODULE, "must be .apply, variables., .Linen module"),
+        (nnx.Linear, "must be .apply, variables., .Linen module"),
+        ((3, VARIABLES), "needs a module or an apply"),
+        ((MODULE, VARIABLES["params"]), "needs variables such as {'params': ...}"),
+        (
+            (MODULE, ff.InferenceState(np.int32(0), VARIABLES["params"], {})),
+            "needs variables (?s:.*) Give state.variables",
+        ),
+        ((MODULE, jax.eval_shape(lambda: VARIABLES)), "and params/bias is ShapeDtypeStruct"),
+        ((MODULE, {**VARIABLES, "stats": {"a": "text"}}), "of numbers, and stats/a is 'text'"),
+        ((MODULE, {**VARIABLES, "stats": np.array(["text"])}), "of numbers, and stats is array"),
+        (ff.Model(MODULE, optax.sgd(0.1), "mse"), "NNX class, variables.*model.state.variables"),
+    ],
+)
+def test_what_is_no_companion_is_refused_in_words(teacher, message):
+    refuses({"teacher": teacher}, TypeError, f"companion 'teacher' {message}")
 
 
 def test_they_need_an_objective():

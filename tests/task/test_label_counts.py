@@ -7,6 +7,7 @@ import optax
 import pytest
 from loops import init_of, waves
 from marks import slow, thorough
+from strategies import one_device
 
 import flaxfit as ff
 from flaxfit.losses._checks import in_range, out_of_range
@@ -29,10 +30,6 @@ def batches(x, y, *weights, size=8):
     for start in range(0, len(x), size):
         rows = slice(start, start + size)
         yield (x[rows], y[rows], *(w[rows] for w in weights))
-
-
-def one_device():
-    return ff.DataParallel(jax.devices()[:1])
 
 
 def make_loop(data, strategy=None, *, n=4, n_steps=4, options=None, **task):
@@ -132,26 +129,23 @@ def test_soft_labels_may_be_rounded():
 
 
 @pytest.mark.slow
-def test_evaluation_refuses_them():
+def test_a_model_refuses_them_and_goes_on():
     model = ff.Model(MODULE, optax.sgd(0.1), "crossentropy", ["accuracy"], strategy=one_device())
-    model.fit(X, Y, verbose=0)
     wrong = list(batches(X, spoilt(20, 3)))
-    message = "Found 1 label out of range in the data that was measured: they must be 0..2"
-    with pytest.raises(ValueError, match=message):
-        model.evaluate(wrong)
-    with pytest.raises(ValueError, match=message):
-        model.fit(X, Y, validation_data=wrong, verbose=0)
-    task = ff.EvalTask(MODULE.apply, [], wrong, loss="crossentropy")
-    with pytest.raises(ValueError, match=message):
-        ff.EvalLoop(task, strategy=ff.DataParallel(virtual_replicas=4)).measure(model.state)
-
-
-def test_a_model_goes_on_after_them():
-    model = ff.Model(MODULE, optax.sgd(0.1), "crossentropy")
     with pytest.raises(ValueError, match="Found 1 label out of range in steps 1 to 4"):
-        model.fit(list(batches(X, spoilt(20, 3))), verbose=0)
+        model.fit(wrong, verbose=0)
     model.fit(list(batches(X, Y)), verbose=0)
     assert model.step == 8
+    message = "Found 1 label out of range in the data that was measured: they must be 0..2"
+    task = ff.EvalTask(MODULE.apply, [], wrong, loss="crossentropy")
+    virtual = ff.EvalLoop(task, strategy=ff.DataParallel(virtual_replicas=4))
+    for measure in (
+        lambda: model.evaluate(wrong),
+        lambda: model.fit(X, Y, validation_data=wrong, verbose=0),
+        lambda: virtual.measure(model.state),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure()
 
 
 class TwoHeads(nn.Module):

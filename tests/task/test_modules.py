@@ -70,27 +70,19 @@ def test_a_loop_of_a_module_equals_that_of_its_functions(make):
 
 
 @pytest.mark.slow
-def test_a_module_is_measured_in_evaluation_mode():
+def test_a_checkpoint_gives_the_module_of_its_step_in_evaluation_mode():
     net = Net(nnx.Rngs(0))
-    checkpoint = last(make_loop(net, make_task(net)))
-    measured = ff.EvalLoop(ff.EvalTask(net, ["mse"], (X, Y))).measure(checkpoint.state)
-    error = np.mean((np.asarray(checkpoint.module()(X)) - Y) ** 2)
-    assert measured["mse"] == pytest.approx(float(error), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_gives_the_module_of_its_step():
-    net = Net(nnx.Rngs(0))
-    modules = [c.module() for c in make_loop(net, make_task(net, ema=0.5))]
+    modules = [each.module() for each in make_loop(net, make_task(net, ema=0.5))]
     assert all(isinstance(each, Net) for each in modules)
     first, second = (np.asarray(each.out.kernel[...]) for each in modules)
     assert (first != second).any()  # It is a copy, which further steps do not use up.
 
-
-@pytest.mark.slow
-def test_a_checkpoint_of_linen_gives_a_bound_module():
-    checkpoint = last(make_loop(Linen(), make_task(Linen())))
-    assert checkpoint.module()(X, train=False).shape == (32, 1)
+    checkpoint = last(make_loop(net, make_task(net)))
+    measured = ff.EvalLoop(ff.EvalTask(net, ["mse"], (X, Y))).measure(checkpoint.state)
+    error = np.mean((np.asarray(checkpoint.module()(X)) - Y) ** 2)
+    assert measured["mse"] == pytest.approx(float(error), rel=1e-5)
+    bound = last(make_loop(Linen(), make_task(Linen()))).module()
+    assert bound(X, train=False).shape == (32, 1)
 
 
 @pytest.mark.slow
@@ -201,6 +193,8 @@ def test_an_nnx_optimizer_is_taken_by_its_transformation(capsys):
     assert last(make_loop(net, task)).step == 2
     assert make_task(net, optimizer).optimizer is optimizer.tx
     assert capsys.readouterr().err.count("its transformation, optimizer.tx") == 1
+    with pytest.raises(ValueError, match="trains wrt=.*LoRAParam.*freeze=nnx.Not"):
+        make_task(net, nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.LoRAParam))
 
 
 def test_streams_that_a_module_does_not_have_are_named():
@@ -222,12 +216,6 @@ def test_streams_that_a_module_does_not_have_are_named():
         ):
             make()
     make_task(Noisy(nnx.Rngs(0)), rngs="any")  # Its only stream takes every key.
-
-
-def test_an_nnx_optimizer_of_some_parameters_is_refused():
-    net = Net(nnx.Rngs(0))
-    with pytest.raises(ValueError, match="trains wrt=.*LoRAParam.*freeze=nnx.Not"):
-        make_task(net, nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.LoRAParam))
 
 
 def test_norms_of_one_name_are_refused():

@@ -1,4 +1,4 @@
-"""Models that add all of their loss themselves."""
+"""Models that add all of their loss themselves, or terms besides another loss."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,12 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from marks import thorough
+from strategies import one_device
 
 import flaxfit as ff
 
 X = np.random.default_rng(0).normal(size=(22, 3)).astype("f4")
+Y = X.sum(1, keepdims=True)
 
 
 class Kl(nnx.Variable):
@@ -110,22 +112,12 @@ ONES = np.ones((22, 1), "f4")
 WEIGHTS = np.linspace(0, 2, 22, dtype="f4")
 
 
-def one_device():
-    return ff.DataParallel(jax.devices()[:1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_outputs", "options"),
     [
-        thorough(1, {"strategy": one_device()}),
         (2, {"accumulate": 2}),
         (1, {"strategy": ff.Sharded()}),
-        thorough(1, {"strategy": one_device(), "accumulate": 2}),
-        thorough(2, {"strategy": ff.Sharded()}),
-        thorough(1, {}),
-        thorough(2, {}),
-        thorough(2, {"strategy": one_device(), "accumulate": 2}),
         thorough(2, {"strategy": one_device(), "skip_nonfinite": True}),
     ],
 )
@@ -183,8 +175,7 @@ def test_the_loss_with_the_penalty_is_that_of_keras(keras):
     regularizer = keras.regularizers.L2(0.1)
     theirs = keras.Sequential([keras.layers.Dense(1, kernel_regularizer=regularizer, **options)])
     theirs.compile(keras.optimizers.SGD(0.1), "mse")
-    own = {"penalty_in_loss": True}
-    ours = ff.Model(Regular(), optax.sgd(0.1), "mse", **own)
+    ours = ff.Model(Regular(), optax.sgd(0.1), "mse", penalty_in_loss=True)
     given = {"batch_size": 8, "epochs": 3, "shuffle": False, "verbose": 0}
     held_out = {"validation_data": (X[:16], ONES[:16])}
     expected = theirs.fit(X[:16], ONES[:16], **given, **held_out).history
@@ -197,26 +188,14 @@ def test_the_loss_with_the_penalty_is_that_of_keras(keras):
     ("options", "error", "message"),
     [
         ({"penalty_in_loss": 0.5}, TypeError, "must be True or False, got 0.5"),
-        (
-            {"penalty_in_loss": True, "mutable": ["batch_stats"]},
-            ValueError,
-            r"penalty_in_loss=True cannot be combined with mutable=\['batch_stats'\]",
-        ),
-        (
-            {"penalty_in_loss": True, "loss": None, "objective": lambda apply, batch, rngs: 0},
-            ValueError,
-            "add the penalty to its values",
-        ),
-        (
-            {"penalty_in_loss": True, "loss": None, "step": lambda state, batch: (state, {})},
-            ValueError,
-            "penalty_in_loss would have no effect",
-        ),
+        ({"mutable": ["stats"]}, ValueError, r"cannot be combined with mutable=\['stats'\]"),
+        ({"loss": None, "objective": lambda *_: 0}, ValueError, "add the penalty to its values"),
+        ({"loss": None, "step": lambda *_: 0}, ValueError, "penalty_in_loss would have no effect"),
     ],
 )
 def test_what_does_not_go_with_the_penalty_in_the_loss_is_refused(options, error, message):
     with pytest.raises(error, match=message):
-        ff.Model(Regular(), optax.sgd(0.1), **{"loss": "mse", **options})
+        ff.Model(Regular(), optax.sgd(0.1), **{"loss": "mse", "penalty_in_loss": True, **options})
 
 
 @pytest.mark.slow
@@ -230,3 +209,61 @@ def test_a_penalty_is_the_mean_over_examples_where_batches_differ_in_size(loss):
     size = np.mean(X.sum(1) ** 2)
     np.testing.assert_allclose(history["penalty"], [size], rtol=1e-5)
     np.testing.assert_allclose(history["loss"], [size if loss is None else 2 * size], rtol=1e-5)
+
+
+def fitted(module, **options):
+    """A model of a loss besides the terms that its module adds."""
+    verbose = options.pop("verbose", 0)
+    model = ff.Model(module, optax.sgd(0.1), "mse", **{"strategy": one_device(), **options})
+    model.fit(X[:16], Y[:16], 16, shuffle=False, verbose=verbose)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "losses"), MODELS[1:], ids=["linen", "nnx"])
+def test_terms_of_the_loss_under_a_name_of_their_own_are_trained(module, losses):
+    model, x, y = fitted(module, losses=losses, strategy=ff.DataParallel()), X[:16], Y[:16]
+    start = np.ones((3, 1))
+    slope = 2 * x.T @ ((x @ start - y) + x @ start) / len(x)  # Of both mean squares.
+    (kernel,) = jax.tree.leaves(model.state.params)
+    np.testing.assert_allclose(kernel, start - 0.1 * slope, rtol=1e-5)
+    assert dict(model.history or {})["penalty"] == [pytest.approx(np.mean(y**2), rel=1e-5)]
+    assert model.state.model_state == {}
+
+
+def test_terms_of_the_loss_need_to_be_mutable():
+    with pytest.raises(ValueError, match="losses='kl' cannot be combined with mutable="):
+        fitted(Linen("kl"), losses="kl", mutable=["batch_stats"])
+    fitted(Linen("kl"), losses="kl", mutable=["losses", "kl"])
+
+
+def test_what_is_not_trained_is_said(capsys):
+    class Shifted(Nnx):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.shift, self.rows = jnp.zeros(3), jnp.arange(3)
+
+    fitted(Shifted, losses=Kl, verbose=2)
+    said = capsys.readouterr().err
+    assert "plain arrays in attributes are constants: self.shift [3]. To train one, wrap it" in said
+
+
+def test_values_that_are_not_added_to_the_loss_are_said_once(capsys):
+    model = fitted(Nnx, verbose=2)
+    model.fit(X[:8], Y[:8], batch_size=4, verbose=2)
+    said = capsys.readouterr().err
+    assert said.count("leaves values in Kl, which are not added to the loss") == 1
+    assert "Model(..., losses=['Kl'])" in said
+
+
+def test_a_collection_that_grows_at_each_step_is_an_error_that_names_losses():
+    with pytest.raises(ValueError, match=r"'kl' does not keep its structure.*losses=\['kl'\]"):
+        fitted(Linen("kl"))
+
+
+def test_a_pair_of_outputs_that_is_taken_for_updates_is_said(capsys):
+    def apply(variables, x, **_):
+        return x @ variables["params"], {"attention": x}
+
+    fitted((lambda *_: {"params": jnp.ones((3, 1))}, apply), verbose=2)
+    assert "leaves values in attention" in capsys.readouterr().err

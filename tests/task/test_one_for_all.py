@@ -51,13 +51,7 @@ def test_one_loss_is_that_of_each_output(form, loss, n_devices):
 @pytest.mark.parametrize(
     ("form", "loss", "targets", "weights", "message"),
     [
-        (
-            tuple,
-            "mse",
-            TARGETS,
-            np.ones((22, 1)),
-            "weights of shape .* there is one loss for the outputs",
-        ),
+        (tuple, "mse", TARGETS, np.ones((22, 1)), "shape .* there is one loss for the outputs"),
         (tuple, "mse", TARGETS, {"a": np.ones(22)}, "weights for 'a', but losses by name for no"),
         (dict, "mse", {"a": TARGETS[0]}, None, "a loss for 'b', but no such target"),
         (dict, "mse", {"a": TARGETS[0], "b": X}, None, "output 'b': loss 'mse' expects targets"),
@@ -69,7 +63,6 @@ def test_one_loss_is_that_of_each_output(form, loss, n_devices):
             "One loss for all outputs returns weights",
         ),
     ],
-    ids=["token weights", "weights by output", "no target", "shape", "own weights"],
 )
 def test_what_needs_losses_by_name_is_refused(form, loss, targets, weights, message):
     with pytest.raises(ValueError, match=message):

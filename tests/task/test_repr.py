@@ -2,6 +2,7 @@
 
 import numpy as np
 import optax
+import pytest
 from flax import linen as nn
 from flax import nnx
 
@@ -11,26 +12,35 @@ from flaxfit.metrics import mean
 X = np.full((8, 3), 0.125, np.float32)
 
 
-def test_a_task_shows_what_differs_from_the_defaults():
-    task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), "mse", (X, X), ["mae"], clip_norm=1.0)
-    assert repr(task) == (
-        "TrainTask(apply=Dense, loss=mse, data=(float32[8, 3], float32[8, 3]), metrics=[mae], "
-        "clip_norm=1.0)"
-    )
+def own_step(state, batch):
+    return state, {}
 
 
-def test_an_optimizer_that_knows_its_name_is_shown():
-    optimizer = ff.optim.OptimizerDef(optax.adam, learning_rate=0.1)
-    module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    task = ff.TrainTask(module, optimizer, "mae")
-    assert repr(task) == (
-        "TrainTask(apply=Linear, optimizer=OptimizerDef(adam, learning_rate), loss=mae)"
-    )
+SGD = optax.sgd(0.1)
+ADAM = ff.optim.OptimizerDef(optax.adam, learning_rate=0.1)
 
 
-def test_losses_of_several_outputs_are_shown_by_name():
-    task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), {"a": "mse", "b": "mae"})
-    assert repr(task) == ("TrainTask(apply=Dense, loss={a: mse, b: mae}, metrics=[a_loss, b_loss])")
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        (
+            ff.TrainTask(nn.Dense(1), SGD, "mse", (X, X), ["mae"], clip_norm=1.0),
+            "apply=Dense, loss=mse, data=(float32[8, 3], float32[8, 3]), metrics=[mae], "
+            "clip_norm=1.0",
+        ),
+        (
+            ff.TrainTask(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), ADAM, "mae"),
+            "apply=Linear, optimizer=OptimizerDef(adam, learning_rate), loss=mae",
+        ),
+        (
+            ff.TrainTask(nn.Dense(1), SGD, {"a": "mse", "b": "mae"}),
+            "apply=Dense, loss={a: mse, b: mae}, metrics=[a_loss, b_loss]",
+        ),
+        (ff.TrainTask(step=own_step), "step=own_step"),
+    ],
+)
+def test_a_task_shows_what_differs_from_the_defaults(task, text):
+    assert repr(task) == f"TrainTask({text})"
 
 
 def test_data_is_shown_by_shape_or_by_type():
@@ -42,10 +52,3 @@ def test_data_is_shown_by_shape_or_by_type():
     stream = ff.ArrayStream(X, X, batch_size=4)
     assert task(stream) == f"EvalTask(apply=Dense, metrics=[size], data={stream})"
     assert all("0.125" not in task(data) for data in ({"x": X}, [(X, X)], stream))
-
-
-def test_functions_are_shown_by_name():
-    def own_step(state, batch):
-        return state, {}
-
-    assert repr(ff.TrainTask(step=own_step)) == "TrainTask(step=own_step)"

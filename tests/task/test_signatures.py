@@ -19,24 +19,11 @@ def made(**options):
 @pytest.mark.parametrize(
     ("option", "function", "message"),
     [
-        (
-            "grads_hook",
-            lambda grads: grads,
-            r"\(grads, state, sums\), but its signature is \(grads\)",
-        ),
-        (
-            "example_grads_hook",
-            lambda grads, state, sums: grads,
-            "grads alone, but its signature is .* 'state'",
-        ),
-        (
-            "objective",
-            lambda apply, batch: apply(*batch.inputs)[:, 0],
-            r"\(apply, batch, rngs\), and by keyword with its companions and ema, but .* batch\)",
-        ),
+        ("grads_hook", lambda grads: 0, r"\(grads, state, sums\), but its .* is \(grads\)"),
+        ("example_grads_hook", lambda a, state, c: 0, "grads alone, but its .* 'state'"),
+        ("objective", lambda a, b: 0, r"\(apply, batch, rngs\), and by keyword .* but .* b\)"),
         ("objective", lambda apply, batch, ema: 0, "multiple values for argument 'ema'"),
     ],
-    ids=["one argument", "three arguments", "two arguments", "ema in the place of rngs"],
 )
 def test_a_function_of_other_arguments_is_refused_by_its_name(option, function, message):
     loss = {} if option == "objective" else {"loss": "mse"}
