@@ -27,7 +27,6 @@ from flaxfit.sklearn import FlaxClassifier, FlaxRegressor
 # Of all optimizers it compiles in the least time.
 SGD = {"optimizer": "sgd", "learning_rate": 0.1, "n_devices": 1}
 QUICK = {**SGD, "epochs": 10, "hidden_layer_sizes": ()}  # A single layer.
-WITH_ACCURACY = {"model_options": {"metrics": ["accuracy"]}}
 # It compares to 1e-7, which is the rounding of float32; a test below compares to 1e-4.
 CANNOT_APPLY = {"check_sample_weight_equivalence_on_dense_data"}
 
@@ -151,19 +150,6 @@ def test_a_fitted_estimator_is_copied_and_saved_without_its_programs():
 
 
 @pytest.mark.slow
-def test_options_reach_the_model_and_its_fit():
-    x, y = load_iris(return_X_y=True)
-    seen = []
-    fitted = FlaxClassifier(
-        **{**QUICK, "epochs": 2},
-        **WITH_ACCURACY,
-        fit_options={"callbacks": lambda checkpoint: seen.append(checkpoint.step)},
-    ).fit(x, y)
-    assert len(seen) == 2
-    assert "accuracy" in fitted.history_
-
-
-@pytest.mark.slow
 def test_an_nnx_instance_stays_as_it_is_and_each_fit_begins_with_its_weights():
     x, y = load_iris(return_X_y=True)
     layer = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
@@ -175,13 +161,15 @@ def test_an_nnx_instance_stays_as_it_is_and_each_fit_begins_with_its_weights():
 
 
 @pytest.mark.slow
-def test_a_callback_begins_anew_with_each_fit():
+def test_options_reach_the_model_and_callbacks_begin_anew_with_each_fit():
     x, y = load_iris(return_X_y=True)
     stopping = EarlyStopping("loss", mode="max", patience=1)  # The loss falls: it stops soon.
-    options = {**WITH_ACCURACY, "fit_options": {"callbacks": [stopping]}}
-    estimator = FlaxClassifier(**{**QUICK, "epochs": 5}, **options)
+    of_model, of_fit = {"metrics": ["accuracy"]}, {"callbacks": [stopping]}
+    options = {**QUICK, "epochs": 5, "model_options": of_model, "fit_options": of_fit}
+    estimator = FlaxClassifier(**options)
     lengths = [len(estimator.fit(x, y).history_["loss"]) for _ in range(2)]
     assert lengths[0] == lengths[1] < 5
+    assert "accuracy" in estimator.history_
 
 
 @pytest.mark.parametrize(

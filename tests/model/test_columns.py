@@ -86,14 +86,18 @@ def test_every_kind_of_data_has_its_columns_taken_by_name(make, expected):
     np.testing.assert_allclose(model.predict(data, **sizes), outputs, rtol=1e-5, atol=1e-6)
 
 
-def test_usual_names_need_no_word(expected):
-    data = {"image": X, "label": Y}
-    model = make_model()
-    history = model.fit(data, batch_size=8, shuffle=False, epochs=2, verbose=0)
-    assert history["loss"] == expected[0]
-    assert model.evaluate(data, batch_size=8) == expected[1]
-    np.testing.assert_array_equal(model.predict(data, batch_size=8), expected[2])
-    np.testing.assert_array_equal(model.predict({"image": X}, batch_size=8), expected[2])
+def test_usual_names_need_no_word_and_pairs_of_arrays_no_names(expected):
+    model, named, options = make_model(), make_model(**NAMED), {"batch_size": 8}
+    fit = {"shuffle": False, "epochs": 2, "verbose": 0, **options}
+    assert model.fit({"image": X, "label": Y}, **fit)["loss"] == expected[0]
+    assert model.evaluate({"image": X, "label": Y}, **options) == expected[1]
+    named.fit(X, Y, **fit)
+    for each, data in (
+        (model, {"image": X, "label": Y}),
+        (model, {"image": X}),
+        (named, X),
+    ):
+        np.testing.assert_array_equal(each.predict(data, **options), expected[2])
 
 
 @pytest.mark.slow
@@ -104,12 +108,6 @@ def test_a_fresh_model_evaluates_and_predicts_them(data):
     np.testing.assert_allclose(named.predict(data), plain.predict(X), rtol=1e-5, atol=1e-6)
 
 
-def test_pairs_of_arrays_still_need_no_names(expected):
-    model = make_model(**NAMED)
-    model.fit(X, Y, batch_size=8, shuffle=False, epochs=2, verbose=0)
-    np.testing.assert_array_equal(model.predict(X, batch_size=8), expected[2])
-
-
 @pytest.mark.slow
 def test_options_of_arrays_apply_to_a_mapping_of_them(expected):
     weights = np.where(np.arange(len(X)) % 3, 1.0, 2.0).astype(np.float32)
@@ -118,17 +116,6 @@ def test_options_of_arrays_apply_to_a_mapping_of_them(expected):
     plain = plain.fit(X, Y, sample_weight=weights, **options)
     named = named.fit({**COLUMNS, "weight": weights}, **options)
     assert named["loss"] == plain["loss"] and named["val_loss"] == plain["val_loss"]
-
-
-@pytest.mark.slow
-def test_a_resumed_fit_continues_at_its_position(tmp_path):
-    def fit(epochs, folder):
-        model = make_model(**NAMED)
-        model.fit(COLUMNS, epochs=epochs, batch_size=8, checkpoint_dir=folder, verbose=0)
-        return model.predict(X)
-
-    fit(1, tmp_path / "a")
-    np.testing.assert_array_equal(fit(2, tmp_path / "a"), fit(2, tmp_path / "b"))
 
 
 @pytest.mark.slow

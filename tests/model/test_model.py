@@ -1,9 +1,7 @@
 """Model: fit, evaluate and predict as a Keras user knows them, on real digits."""
 
 import functools
-import itertools
 import signal
-import sys
 import threading
 
 import flax.linen as nn
@@ -17,7 +15,6 @@ from marks import thorough
 from sklearn.datasets import load_digits
 
 import flaxfit as ff
-from flaxfit.callbacks import EarlyStopping
 
 X, Y = load_digits(return_X_y=True)
 X = X / 16
@@ -40,7 +37,8 @@ class Normalized(nn.Module):
     @nn.compact
     def __call__(self, x, train):
         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x))
-        return nn.Dense(10)(nn.relu(x))
+        x = nn.Dropout(0.2, deterministic=not train)(nn.relu(x))
+        return nn.Dense(10)(x)
 
 
 def make_model(module=None, optimizer=None, metrics=("accuracy",), **options):
@@ -72,13 +70,18 @@ def test_fit_learns_and_reports_each_epoch():
     measured = model.evaluate(X_TEST, Y_TEST)
     assert measured["accuracy"] == pytest.approx(history["val_accuracy"][-1])
     assert measured["loss"] == pytest.approx(history["val_loss"][-1], rel=1e-5)
+    assert (X.dtype, model.predict(X_TEST).dtype) == (np.float64, np.float32)
 
 
 @pytest.mark.parametrize("n_devices", [thorough(1), 3, thorough(4)])
 def test_evaluate_and_predict_agree_with_the_module_itself(n_devices):
-    model = make_model(MLP(dropout=0.2), strategy=ff.DataParallel(jax.devices()[:n_devices]))
-    fit(model)
-    logits = jax.jit(MLP().apply)({"params": model.state.params}, jnp.asarray(X_TEST, jnp.float32))
+    """Without dropout, on the running statistics that training has moved."""
+    model = make_model(Normalized(), strategy=ff.DataParallel(jax.devices()[:n_devices]))
+    fit(model, batch_size=75)
+    statistics = jax.tree.leaves(model.state.model_state["batch_stats"])
+    assert not np.allclose(statistics[0], 0)
+    apply = jax.jit(functools.partial(Normalized().apply, train=False))
+    logits = apply(model.state.variables, jnp.asarray(X_TEST, jnp.float32))
     np.testing.assert_allclose(model.predict(X_TEST), logits, rtol=1e-5, atol=1e-5)
     expected = np.mean(np.argmax(logits, -1) == Y_TEST)
     assert model.evaluate(X_TEST, Y_TEST)["accuracy"] == pytest.approx(expected)
@@ -97,17 +100,7 @@ def test_to_fit_again_or_several_steps_per_execution_changes_nothing():
     assert_equal(once.state.params, many.state.params)
 
 
-def test_fit_again_with_the_same_shapes_compiles_nothing():
-    model = make_model()
-    fit(model, validation_data=(X_TEST, Y_TEST))
-    counts = n_programs_of(model)
-    history = fit(model, validation_data=(X_TEST, Y_TEST))
-    assert n_programs_of(model) == counts == (1, 1, 0)
-    assert history.compile_time == 0
-
-
-@pytest.mark.slow
-def test_a_model_is_traced_once_for_each_shape():
+def test_a_model_is_traced_and_compiled_once_for_each_shape():
     traces = []
 
     class Counted(nn.Module):
@@ -119,13 +112,15 @@ def test_a_model_is_traced_once_for_each_shape():
     model = make_model(Counted(), optax.sgd(0.1), strategy=ONE)
 
     def use():
-        fit(model, validation_data=(X_TEST, Y_TEST))
-        model.evaluate(X_TEST, Y_TEST, batch_size=64)
+        history = fit(model, validation_data=(X_TEST, Y_TEST))
         model.predict(X_TEST, batch_size=64)
+        return history
 
     use()
+    counts = n_programs_of(model)
     traces.clear()
-    use()
+    assert use().compile_time == 0
+    assert n_programs_of(model) == counts == (1, 1, 1)
     assert traces == []
 
 
@@ -178,35 +173,6 @@ def test_a_weight_of_zero_is_as_good_as_leaving_the_example_out():
     assert a.evaluate(X, Y, sample_weight=weights) == pytest.approx(a.evaluate(X[:150], Y[:150]))
 
 
-def test_wide_numbers_are_narrowed_quietly():
-    assert X.dtype == np.float64 and Y.dtype == np.int64
-    model = make_model()
-    fit(model)
-    assert model.predict(X_TEST).dtype == np.float32
-
-
-def test_batch_norm_trains_on_batches_and_evaluates_on_running_statistics():
-    model = make_model(Normalized())
-    fit(model, epochs=2, batch_size=100)
-    statistics = jax.tree.leaves(model.state.model_state["batch_stats"])
-    assert not np.allclose(statistics[0], 0)
-    apply = jax.jit(functools.partial(Normalized().apply, train=False))
-    expected = apply(model.state.variables, jnp.asarray(X_TEST, jnp.float32))
-    np.testing.assert_allclose(model.predict(X_TEST), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_pair_of_functions_can_be_trained():
-    def init(rngs, x):
-        return {"params": {"w": jnp.zeros((64, 10))}}
-
-    def apply(variables, x, **options):
-        outputs = x @ variables["params"]["w"]
-        return (outputs, {}) if "mutable" in options else outputs
-
-    model = make_model((init, apply), optax.adam(1e-1))
-    assert fit(model, epochs=5)["accuracy"][-1] > 0.8
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [thorough("list"), thorough("known length"), "unknown length"])
 def test_batches_of_any_kind_can_be_fitted(kind):
@@ -231,60 +197,18 @@ def test_batches_of_any_kind_can_be_fitted(kind):
     assert model.evaluate(Loader())["loss"] == pytest.approx(history["val_loss"][-1], rel=1e-5)
 
 
-def test_an_exhausted_generator_is_not_taken_for_an_epoch():
-    model = make_model()
-    with pytest.raises(ValueError, match="iterated only once, but epochs=2"):
-        model.fit(((X[:64], Y[:64]) for _ in range(2)), epochs=2, verbose=0)
-    assert model.step == 0
-
-
-class Endless:
-    """Repeats a batch, and has a length all the same, as a pipeline of Grain after `repeat()`."""
-
-    def __len__(self):
-        return sys.maxsize
-
-    def __iter__(self):
-        return itertools.repeat((X[:64], Y[:64]))
-
-
-def test_data_without_end_needs_steps_per_epoch():
-    data = Endless()
-    with pytest.raises(ValueError, match="where an epoch ends.* Give steps_per_epoch"):
-        make_model().fit(data, verbose=0)
-    assert make_model().fit(data, steps_per_epoch=2, verbose=0).steps == [2]
-
-
 @pytest.mark.slow
 def test_steps_per_epoch_sets_the_length_of_an_epoch_and_verbose_0_says_nothing(capsys):
-    assert fit(make_layer(), epochs=3, steps_per_epoch=2).steps == [2, 4, 6]
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.slow
-def test_named_inputs_are_keyword_arguments():
-    class Named(nn.Module):
+    class Named(nn.Module):  # Inputs by name are keyword arguments.
         @nn.compact
         def __call__(self, *, image):
             return nn.Dense(10)(image)
 
     model = make_model(Named(), optax.sgd(0.1), strategy=ONE)
-    assert fit_named(model) == model.predict({"image": X[:3]}).shape[0] == 3
-
-
-def fit_named(model):
-    model.fit({"image": X}, Y, batch_size=64, verbose=0)
-    return 3
-
-
-@pytest.mark.slow
-def test_early_stopping_restores_the_best_weights():
-    stop = EarlyStopping("val_loss", patience=1, restore_best=True)
-    model = make_model(nn.Dense(10), optax.adam(1.0))
-    history = fit(model, epochs=20, validation_data=(X_TEST, Y_TEST), callbacks=stop)
-    assert len(history.steps) < 20
-    best = min(history["val_loss"])
-    assert model.evaluate(X_TEST, Y_TEST)["loss"] == pytest.approx(best, rel=1e-5)
+    history = model.fit({"image": X}, Y, 64, epochs=3, steps_per_epoch=2, verbose=0)
+    assert history.steps == [2, 4, 6]
+    assert model.predict({"image": X[:3]}).shape == (3, 10)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_an_interrupt_leaves_a_usable_model_and_its_history():
@@ -336,24 +260,6 @@ def test_a_saved_model_is_loaded_without_a_fit_and_goes_on(tmp_path):
     assert model.step == 10
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    class Wider(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(10)(x)
-
-    with pytest.raises(FileNotFoundError):
-        make_model().load(tmp_path)
-    model = make_model(Wider(), optax.sgd(0.1), strategy=ONE)
-    fit(model)
-    model.save(tmp_path)
-    other = make_model()
-    other.load(tmp_path)
-    with pytest.raises(ValueError, match="params/Dense_0/kernel"):
-        fit(other)
-
-
 def test_lines_tell_how_training_goes(capsys):
     fit(make_model(), epochs=2, verbose=2, validation_data=(X_TEST, Y_TEST))
     lines = capsys.readouterr().err.splitlines()
@@ -364,86 +270,6 @@ def test_lines_tell_how_training_goes(capsys):
     assert "\r" not in "".join(lines)
 
 
-# What cannot be done, and what it says.
-
-
-def test_a_model_without_weights_says_so():
-    with pytest.raises(RuntimeError, match=r"call build\(x\), fit"):
-        _ = make_model().state
-
-
-def nan_inputs():
-    x = X.copy()
-    x[17, 3] = np.nan
-    return x
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "message"),
-    [
-        (X, Y[:200], "x has 300 rows but y has 200"),
-        (X, Y[:, None], r"expects integer labels of shape \(32,\).*Squeeze them"),
-        (X, Y.astype(float), "Cast them"),
-        (X, Y + 3, r"label 12 is out of range for 10 outputs \(labels must be 0..9\)"),
-        (nan_inputs(), Y, "1 of 300 rows, the first of them row 17"),
-        (X[:0], Y[:0], "no rows|no examples|empty"),
-        ([], None, "no batches|empty"),
-        (X, None, "targets"),
-    ],
-)
-def test_bad_data_is_refused_in_words(x, y, message):
-    model = make_model(strategy=ff.DataParallel(jax.devices()[:1]))
-    with pytest.raises((ValueError, TypeError), match=message):
-        model.fit(x, y, verbose=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss": "crossentrophy"}, "crossentropy"),
-        ({"metrics": ["acuracy"]}, "accuracy"),
-        ({"optimizer": 1e-3}, "optax"),
-        ({"module": MLP}, r"MLP\(\.\.\.\)"),
-    ],
-)
-def test_bad_parts_of_a_model_are_refused_in_words(options, message):
-    parts = {"module": MLP(), "optimizer": optax.sgd(0.1), "loss": "mse", **options}
-    with pytest.raises((ValueError, TypeError), match=message):
-        ff.Model(**parts)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"verbose": 3}, "verbose must be"),
-        ({"epochs": 0}, "epochs must be 1 or more"),
-        ({"batch_size": 0}, "batch_size"),
-        ({"validation_split": 1.5}, "between 0 and 1"),
-        ({"sample_weight": np.ones(10)}, "x has 300 rows but sample_weight has 10"),
-    ],
-)
-def test_bad_settings_of_fit_are_refused_in_words(options, message):
-    with pytest.raises(ValueError, match=message):
-        fit(make_model(), **options)
-
-
-def test_weights_for_batches_are_refused():
-    with pytest.raises(ValueError, match="sample_weight can be used with arrays only"):
-        make_model().fit([(X, Y)], sample_weight=np.ones(300), verbose=0)
-
-
-def test_a_missing_random_stream_is_named():
-    class Noisy(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            x = nn.Dense(10)(x)
-            return nn.Dropout(0.2, rng_collection="noise", deterministic=not train)(x)
-
-    with pytest.raises(ValueError, match=r"noise[\s\S]*rngs="):
-        fit(make_model(Noisy()))
-    assert fit(make_model(Noisy(), rngs=("noise",)))["loss"][0] > 0
-
-
 @pytest.mark.slow
 def test_fit_leaves_no_thread_behind():
     before = threading.active_count()
@@ -452,17 +278,6 @@ def test_fit_leaves_no_thread_behind():
     with pytest.raises(ZeroDivisionError):
         make_layer().fit(batches, epochs=2, callbacks=lambda c: 1 / 0, verbose=0)
     assert threading.active_count() == before
-
-
-def test_an_error_of_the_data_is_raised_with_its_own_traceback():
-    class Broken:
-        def __iter__(self):
-            yield X[:64], Y[:64]
-            raise OSError("disk gone")
-
-    with pytest.raises(OSError, match="disk gone") as caught:
-        make_model().fit(Broken(), verbose=0)
-    assert any(entry.name == "__iter__" for entry in caught.traceback)
 
 
 @pytest.mark.slow
@@ -483,26 +298,26 @@ def test_an_autoencoder_is_fitted_to_inputs_alone():
 
 
 @pytest.mark.slow
-def test_a_state_that_is_set_is_gone_on_from():
-    x = np.linspace(-1, 1, 16)[:, None]
-    models = [ff.Model(nn.Dense(1), optax.adam(0.1), "mse", strategy=ONE) for _ in range(2)]
-    models[0].fit(x, 3 * x, verbose=0)
-    models[1].state = models[0].state
-    np.testing.assert_array_equal(models[1].predict(x), models[0].predict(x))
-    first, second = (model.fit(x, 3 * x, shuffle=False, verbose=0)["loss"] for model in models)
-    assert first == second
-    assert models[0].step == models[1].step == 2
-    models[0].state = models[1].state.replace(step=jnp.int32(7))
-    assert models[0].step == 7
+def test_a_state_that_is_set_is_gone_on_from_also_in_a_run_with_checkpoints(tmp_path):
+    x, options = np.linspace(-1, 1, 16)[:, None], {"shuffle": False, "verbose": 0}
 
-
-@pytest.mark.slow
-def test_a_state_that_is_set_is_where_a_run_with_checkpoints_begins(tmp_path):
-    x = np.linspace(-1, 1, 16)[:, None]
-    first = ff.Model(nn.Dense(1), optax.adam(0.1), "mse", strategy=ONE)
-    first.fit(x, 3 * x, verbose=0)
-    for _ in range(2):  # The second time the run is complete.
+    def make(state=None):
         model = ff.Model(nn.Dense(1), optax.adam(0.1), "mse", strategy=ONE)
-        model.state = first.state
-        history = model.fit(x, 3 * x, verbose=0, checkpoint_dir=tmp_path)
-        assert (model.step, history.steps) == (2, [2])
+        if state is not None:
+            model.state = state
+        return model
+
+    first = make()
+    first.fit(x, 3 * x, **options)
+    start = first.state
+    second = make(start)
+    np.testing.assert_array_equal(second.predict(x), first.predict(x))
+    expected = first.fit(x, 3 * x, **options)["loss"]
+    assert second.fit(x, 3 * x, **options)["loss"] == expected
+    assert first.step == second.step == 2
+    for _ in range(2):  # The second time the run is complete.
+        model = make(start)
+        history = model.fit(x, 3 * x, **options, checkpoint_dir=tmp_path)
+        assert (model.step, history.steps, history["loss"]) == (2, [2], expected)
+    first.state = second.state.replace(step=jnp.int32(7))
+    assert first.step == 7

@@ -8,6 +8,7 @@ from flax import linen as nn
 from internals import loop_of_model
 from loops import waves
 from marks import usual
+from strategies import one_device
 
 import flaxfit as ff
 from flaxfit.strategies import _specs
@@ -22,10 +23,6 @@ VALUES = X.sum(1, keepdims=True)
 WEIGHTS = RNG.uniform(0.1, 2, N).astype(np.float32)
 OTHERS = RNG.uniform(0.1, 2, N).astype(np.float32)
 CLASS_WEIGHT = {0: 1.0, 2: 3.0}
-
-
-def one_device():
-    return ff.DataParallel(jax.devices()[:1])
 
 
 STRATEGIES = {

@@ -19,9 +19,14 @@ MODEL = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
         ("stop_training", r"checkpoint.replace\(stop=True\)"),
         ("fit_generator", "take generators"),
         ("built", "makes the parameters"),
+        ("clip_norm", r"model.compile\(clip_norm=...\) sets it"),
+        ("loss_weights", r"model.compile\(loss_weights=...\)"),
+        ("callbacks", r"pass it to fit, callbacks=..."),
+        ("eval_rngs", r"pass Model\(..., eval_rngs=...\)"),
+        ("lr", r"model.compile\(optimizer=optax.adam\(0.01\)\) sets it"),
     ],
 )
-def test_a_name_of_keras_is_answered_with_what_to_use(name, words):
+def test_a_name_of_keras_or_of_an_option_is_answered_with_what_to_use(name, words):
     with pytest.raises(AttributeError, match=f"^Model has no '{name}': .*{words}"):
         getattr(MODEL, name)
     with pytest.raises(AttributeError, match=f"^Model has no '{name}': .*{words}"):
@@ -37,24 +42,6 @@ def test_other_names_are_unknown_as_usual():
         _ = MODEL.fitt
     with pytest.raises(TypeError, match=r"cannot be called: use model.predict\(x\)"):
         MODEL(np.ones((2, 3)))
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("clip_norm", r"model.compile\(clip_norm=...\) sets it"),
-        ("ema", r"model.compile\(ema=...\)"),
-        ("precision", r"model.compile\(precision=...\)"),
-        ("companions", r"model.compile\(companions=...\)"),
-        ("loss_weights", r"model.compile\(loss_weights=...\)"),
-        ("callbacks", r"pass it to fit, callbacks=..."),
-        ("eval_rngs", r"pass Model\(..., eval_rngs=...\)"),
-        ("lr", r"model.compile\(optimizer=optax.adam\(0.01\)\) sets it"),
-    ],
-)
-def test_an_option_is_not_set_by_assignment(name, words):
-    with pytest.raises(AttributeError, match=f"^Model has no '{name}': {words}"):
-        setattr(MODEL, name, 1)
 
 
 def test_a_subclass_may_have_attributes_of_its_own():

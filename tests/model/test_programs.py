@@ -6,17 +6,19 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from marks import usual
+from strategies import one_device
 
 import flaxfit as ff
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 Y = X[:, :2] * 2
 STRATEGIES = {
-    "one device": lambda: ff.DataParallel(jax.devices()[:1]),
+    "one device": one_device,
     "data parallel": ff.DataParallel,
     "sharded": ff.Sharded.fsdp,
 }
-strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+strategies = pytest.mark.parametrize("strategy", usual("data parallel", of=STRATEGIES))
 CALLS = []
 
 
@@ -172,10 +174,21 @@ def test_before_there_are_weights_other_variables_are_taken():
     assert {*model.state.params["layer"]} == {"kernel"}
 
 
-def test_other_weights_are_told_of_once(capsys):
+def replace_layer(net):
+    net.layer = nnx.Linear(4, 2, rngs=nnx.Rngs(5))
+
+
+def update_weights(net):
+    nnx.update(net, jax.tree.map(jnp.zeros_like, nnx.state(net, nnx.Param)))
+
+
+@pytest.mark.parametrize("change", [replace_layer, update_weights])
+def test_other_weights_are_told_of_once(change, capsys):
     net, model = make()
     fit(model)
-    net.layer = nnx.Linear(4, 2, rngs=nnx.Rngs(5))
+    fit(model)
+    assert "were changed" not in capsys.readouterr().err
+    change(net)
     expected = model.predict(X)
     assert capsys.readouterr().err.count("the weights of this Net were changed") == 1
     np.testing.assert_array_equal(model.predict(X), expected)

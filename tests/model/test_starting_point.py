@@ -49,8 +49,9 @@ def ones(tmp_path):
 
 @pytest.mark.parametrize("use", ["predict", thorough("evaluate"), thorough("export"), "fit"])
 def test_a_loaded_state_of_another_model_is_refused_at_the_first_use(tmp_path, use):
-    model = saved(tmp_path / "run")
-    other = make_model(2)
+    model, other = saved(tmp_path / "run"), make_model(2)
+    with pytest.raises(FileNotFoundError):
+        other.load(tmp_path / "none")
     other.load(tmp_path / "run")
     uses = {
         "predict": lambda: other.predict(iter([X])),
@@ -132,14 +133,3 @@ def test_a_loaded_model_is_saved_as_it_was_compiled(loaded, tmp_path, options):
         assert state.step == 2
     for one, other in zip(jax.tree.leaves(model.state), jax.tree.leaves(again.state), strict=True):
         assert np.all(one == other)
-
-
-@pytest.mark.slow
-def test_predictions_notice_weights_that_a_model_without_a_loop_is_given():
-    model = make_model()
-    model.build(X)
-    predictions = model.predictions(X, 8)
-    next(predictions)
-    model.set_weights([each + 1 for each in model.get_weights()])
-    with pytest.raises(RuntimeError, match="given other weights"):
-        next(predictions)
