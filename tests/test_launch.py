@@ -143,14 +143,15 @@ DEAF = (
 
 
 @pytest.mark.slow
-def test_processes_that_do_not_listen_are_killed_after_a_while(tmp_path):
-    code, messages = told(launched(tmp_path, DEAF, "--patience", "0.2"), signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("options", "signals", "why"),
+    [
+        (("--patience", "0.2"), [signal.SIGTERM], "which did not end within 0.2 s"),
+        ((), [signal.SIGINT] * 2, "after a second signal"),
+    ],
+    ids=["patience", "twice"],
+)
+def test_processes_that_do_not_listen_are_killed(tmp_path, options, signals, why):
+    code, messages = told(launched(tmp_path, DEAF, *options), *signals)
     assert code == 128 + signal.SIGKILL
-    assert "killing process 0, 1, which did not end within 0.2 s" in messages
-
-
-@pytest.mark.slow
-def test_a_launcher_that_is_told_twice_kills_at_once(tmp_path):
-    code, messages = told(launched(tmp_path, DEAF), signal.SIGINT, signal.SIGINT)
-    assert code == 128 + signal.SIGKILL
-    assert "killing process 0, 1, after a second signal" in messages
+    assert f"killing process 0, 1, {why}" in messages

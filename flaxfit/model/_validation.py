@@ -12,11 +12,8 @@ from flaxfit.model._streams import in_order, known_length
 from flaxfit.state import Checkpoint, TrainState
 from flaxfit.tree import Data, Json, PyTree, whole_number
 
-Epochs = Callable[[int], bool]
-"""A set of epochs, counted from 1, as a predicate."""
 
-
-def epochs_of(validation_freq: Any) -> Epochs:
+def epochs_of(validation_freq: Any) -> Callable[[int], bool]:
     """Returns the epochs to validate: every n-th, or those in a collection, counted from 1.
 
     >>> [epoch for epoch in range(1, 7) if epochs_of(3)(epoch)]

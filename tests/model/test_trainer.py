@@ -67,7 +67,8 @@ MADE = ("built", "fitted", "compiled", "loaded")
 
 @pytest.fixture(params=usual("built", "loaded", of=MADE))
 def make(request, loaded):
-    return {"built": built, "fitted": fitted, "compiled": compiled, "loaded": loaded}[request.param]
+    makers = {"fresh": make_model, "built": built, "fitted": fitted, "compiled": compiled}
+    return {**makers, "loaded": loaded}[request.param]
 
 
 @pytest.mark.parametrize(("make", "before"), diagonal(MADE, ((), ("kernel",))), indirect=["make"])
@@ -201,6 +202,7 @@ def test_patterns_that_are_refused_change_nothing(make):
     assert moved(model) == {"bias"}
 
 
+@pytest.mark.parametrize("make", usual("fresh", "loaded", of=("fresh", *MADE)), indirect=True)
 def test_a_model_that_is_not_trainable_predicts_and_refuses_to_train(make):
     model = make()
     model.trainable = False
@@ -213,19 +215,10 @@ def test_a_model_that_is_not_trainable_predicts_and_refuses_to_train(make):
     assert "loss" in model.evaluate(X, Y, verbose=0)
     model.compile(optimizer=optax.adam(1e-3))
     assert not model.trainable
-    model.trainable = True
-    assert moved(model) == {"kernel", "bias"}
-
-
-def test_a_model_without_weights_can_be_made_untrainable():
-    model = make_model()
-    model.trainable = False
-    model.build(X)
-    assert model.predict(X, verbose=0).shape == (16, 3)
-    with pytest.raises(ValueError, match="nothing to train"):
-        model.fit(X, Y, verbose=0)
     model.compile(freeze=["kernel"])
     assert model.trainable
+    model.trainable = True
+    assert moved(model) == {"kernel", "bias"}
 
 
 @pytest.mark.parametrize("is_evaluated", [False, True])

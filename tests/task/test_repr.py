@@ -16,6 +16,7 @@ def own_step(state, batch):
     return state, {}
 
 
+LINEAR = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
 SGD = optax.sgd(0.1)
 ADAM = ff.optim.OptimizerDef(optax.adam, learning_rate=0.1)
 
@@ -29,7 +30,7 @@ ADAM = ff.optim.OptimizerDef(optax.adam, learning_rate=0.1)
             "clip_norm=1.0",
         ),
         (
-            ff.TrainTask(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), ADAM, "mae"),
+            ff.TrainTask(LINEAR, ADAM, "mae"),
             "apply=Linear, optimizer=OptimizerDef(adam, learning_rate), loss=mae",
         ),
         (
