@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from internals import loop_of_model
-from marks import thorough
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.model._streams import training_stream
@@ -54,7 +54,7 @@ def hugging_face():
 # The batch size and the order are honoured or refused.
 
 
-@pytest.mark.parametrize("kind", ["Dataset", "IterableDataset"])
+@pytest.mark.parametrize("kind", ["Dataset", slow("IterableDataset")])
 def test_a_hugging_face_dataset_is_cut_and_shuffled_as_arrays_are(hugging_face, kind):
     data = hugging_face if kind == "Dataset" else hugging_face.to_iterable_dataset()
     in_order = {"batch_size": 8, "shuffle": False, "epochs": 2}

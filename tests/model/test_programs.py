@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from marks import usual
+from marks import slow, usual
 from strategies import one_device
 
 import flaxfit as ff
@@ -58,7 +58,7 @@ def set_all(net):
 
 
 @strategies
-@pytest.mark.parametrize("change", [set_dropout, set_all])
+@pytest.mark.parametrize("change", [slow(set_dropout), set_all])
 def test_a_later_fit_is_that_of_a_new_model_from_the_same_state(strategy, change):
     net, model = make(strategy)
     fit(model)
@@ -74,6 +74,7 @@ def test_a_later_fit_is_that_of_a_new_model_from_the_same_state(strategy, change
     assert model.evaluate(X, Y) == other.evaluate(X, Y)
 
 
+@pytest.mark.slow
 @strategies
 def test_each_call_follows_changes(strategy, tmp_path):
     net, model = make(strategy)
