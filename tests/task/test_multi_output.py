@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from loops import init_of, waves
+from loops import assert_close, init_of, waves
 from marks import thorough
 from strategies import one_device
 
@@ -165,13 +165,26 @@ def batches_of(size, targets=TARGETS, weights=WEIGHTS):
     return [jax.tree.map(lambda a, i=i: a[i : i + size], data) for i in range(0, 22, size)]
 
 
-def trained_on(data):
+def trained_on(data, **options):
     """The last checkpoint of a loop over data, with what an evaluation on it has measured."""
     metrics, apply = {"kind": "accuracy"}, TwoHeads().apply
     task = ff.TrainTask(apply, optax.adam(0.1), LOSS, data, metrics, loss_weights={"size": 0.1})
     measure = ff.EvalLoop(ff.EvalTask(apply, metrics, data, loss=task.loss))
-    options = {"callbacks": [measure], "stdout": False, "strategy": one_device()}
+    options = {"callbacks": [measure], "stdout": False, "strategy": one_device(), **options}
     return list(ff.TrainLoop(init_of(TwoHeads(), 3), task, 0, n_steps=10, **options))[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [ff.DataParallel(), thorough(ff.Sharded())])
+def test_batches_with_weights_by_output_give_what_arrays_give(strategy):
+    expected = trained_on(ff.ArrayStream(X, TARGETS, WEIGHTS, batch_size=5))
+    options = {"strategy": strategy, "steps_per_call": 4, "n_steps_per_checkpoint": 9}
+    found = trained_on(batches_of(5) * 2, **options)
+    assert_close(found.state.params, expected.state.params, rtol=2e-4, atol=1e-6)
+    names = [name for name in expected.metrics if name.startswith("val_")]
+    assert len(names) >= 4
+    for name in names:
+        assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -212,22 +212,21 @@ def test_a_penalty_is_the_mean_over_examples_where_batches_differ_in_size(loss):
 
 
 def fitted(module, **options):
-    """A model of a loss besides the terms that its module adds."""
+    """A model of a loss besides the terms that its module adds, and its history."""
     verbose = options.pop("verbose", 0)
     model = ff.Model(module, optax.sgd(0.1), "mse", **{"strategy": one_device(), **options})
-    model.fit(X[:16], Y[:16], 16, shuffle=False, verbose=verbose)
-    return model
+    return model, model.fit(X[:16], Y[:16], 16, shuffle=False, verbose=verbose)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "losses"), MODELS[1:], ids=["linen", "nnx"])
 def test_terms_of_the_loss_under_a_name_of_their_own_are_trained(module, losses):
-    model, x, y = fitted(module, losses=losses, strategy=ff.DataParallel()), X[:16], Y[:16]
-    start = np.ones((3, 1))
+    model, history = fitted(module, losses=losses, strategy=ff.DataParallel())
+    x, y, start = X[:16], Y[:16], np.ones((3, 1))
     slope = 2 * x.T @ ((x @ start - y) + x @ start) / len(x)  # Of both mean squares.
     (kernel,) = jax.tree.leaves(model.state.params)
     np.testing.assert_allclose(kernel, start - 0.1 * slope, rtol=1e-5)
-    assert dict(model.history or {})["penalty"] == [pytest.approx(np.mean(y**2), rel=1e-5)]
+    assert history["penalty"] == [pytest.approx(np.mean(y**2), rel=1e-5)]
     assert model.state.model_state == {}
 
 
@@ -249,7 +248,7 @@ def test_what_is_not_trained_is_said(capsys):
 
 
 def test_values_that_are_not_added_to_the_loss_are_said_once(capsys):
-    model = fitted(Nnx, verbose=2)
+    model, _ = fitted(Nnx, verbose=2)
     model.fit(X[:8], Y[:8], batch_size=4, verbose=2)
     said = capsys.readouterr().err
     assert said.count("leaves values in Kl, which are not added to the loss") == 1

@@ -21,7 +21,11 @@ def made(**options):
     [
         ("grads_hook", lambda grads: 0, r"\(grads, state, sums\), but its .* is \(grads\)"),
         ("example_grads_hook", lambda a, state, c: 0, "grads alone, but its .* 'state'"),
-        ("objective", lambda a, b: 0, r"\(apply, batch, rngs\), and by keyword .* but .* b\)"),
+        (
+            "objective",
+            lambda a, b: 0,
+            r"\(apply, batch, rngs\), and by keyword with its companions and ema, but .* b\)",
+        ),
         ("objective", lambda apply, batch, ema: 0, "multiple values for argument 'ema'"),
     ],
 )
