@@ -201,13 +201,13 @@ def test_a_loop_says_that_the_data_ended_before_its_steps(capsys):
 
 
 class Endless:
-    """Repeats a batch, and has a length all the same, as a pipeline of Grain after `repeat()`."""
+    """Repeats batches, and has a length all the same, as a pipeline of Grain after `repeat()`."""
 
     def __len__(self):
         return sys.maxsize
 
     def __iter__(self):
-        return itertools.repeat(BATCHES[0])
+        return itertools.cycle(BATCHES)
 
 
 def repeated_by_tensorflow():
@@ -228,7 +228,7 @@ def test_endless_data_is_refused_where_a_pass_is_needed(make):
     for call in calls:
         with pytest.raises(ValueError, match="where an epoch ends"):
             call()
-    assert fit(data, steps_per_epoch=2)[1] == [2]
+    assert fit(data, steps_per_epoch=5) == fit(BATCHES)
 
 
 # A run is resumed on the same batches.
@@ -283,6 +283,22 @@ def test_the_end_does_not_speak_of_a_loss_that_is_finite_again(capsys):
     assert "warning: the loss is" in said and "not been finite since" not in said
 
 
+def test_validation_data_without_targets_is_refused_in_words():
+    with pytest.raises(TypeError, match=r"holds only inputs of .* validation_data=\(x, y\)"):
+        fit(X, Y, validation_data=X)
+
+
+def test_an_error_of_the_data_is_raised_with_its_own_traceback():
+    class Broken:
+        def __iter__(self):
+            yield BATCHES[0]
+            raise OSError("disk gone")
+
+    with pytest.raises(OSError, match="disk gone") as caught:
+        fit(Broken())
+    assert any(entry.name == "__iter__" for entry in caught.traceback)
+
+
 def test_a_folder_for_checkpoints_needs_a_name_and_a_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = make_model()
@@ -317,9 +333,11 @@ def test_numbers_are_checked_before_the_data(options, message):
         make_model().fit(X, Y[:3], **options)
 
 
-def test_a_fraction_or_an_order_that_there_is_not_is_refused():
+def test_a_fraction_an_order_or_weights_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="validation_split must lie between 0 and 1"):
         fit(X, Y, validation_split=1.5)
+    with pytest.raises(ValueError, match="sample_weight can be used with arrays only"):
+        fit(BATCHES, sample_weight=np.ones(20))
     with pytest.raises(ValueError, match="shuffle must be True, False or None, got 'batch'"):
         fit(X, Y, shuffle="batch")
 

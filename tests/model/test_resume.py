@@ -2,6 +2,8 @@
 
 import hashlib
 import signal
+import sys
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -16,7 +18,7 @@ from marks import thorough, usual
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping, SaveOnSignal, StopOnNaN, Timer, every
 from flaxfit.callbacks._history import History
-from flaxfit.checkpoints import CheckpointFileWriter, list_steps
+from flaxfit.checkpoints import CheckpointFileWriter, latest, list_steps
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(50, 4)).astype(np.float32)
@@ -389,6 +391,42 @@ def test_a_backup_is_deleted_only_when_training_came_to_its_end(tmp_path):
     assert backed_up(tmp_path / "whole") == []
     for deletes in False, True:  # A run that was complete before is not deleted.
         assert backed_up(tmp_path / "before", deletes=deletes) == [6, 8]
+
+
+RUN = """
+import os, signal, sys
+import jax
+for name, value in {options!r}.items():
+    jax.config.update(name, value)
+sys.path[:0] = {folders!r}
+import test_resume as t
+
+def kill(checkpoint):
+    if checkpoint.step == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+t.train(sys.argv[1], callbacks=[kill])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_loses_no_finished_epoch(tmp_path, run_child):
+    """The process of the test goes on where the killed one was; `test_faults` uses new ones."""
+    options = {
+        "jax_num_cpu_devices": jax.device_count(),
+        # What the one compiles, the other only loads.
+        "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_persistent_cache_enable_xla_caches": "none",
+    }
+    own = Path(__file__).parent
+    run = RUN.format(folders=[str(own), str(own.parent / "support")], options=options)
+    killed = run_child([sys.executable, "-c", run, str(tmp_path / "run")])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert latest(tmp_path / "run") in (4, 8)
+    whole = fingerprint(*train(tmp_path / "whole"))
+    assert fingerprint(*train(tmp_path / "run")) == whole
 
 
 @pytest.mark.slow

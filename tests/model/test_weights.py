@@ -434,6 +434,22 @@ def test_loaded_weights_are_trained_under_every_strategy(parts, strategy):
 
 
 @pytest.mark.slow
+def test_a_loop_begins_with_given_weights_under_a_sharded_strategy():
+    class Given:
+        gives_weights = True
+
+        def __call__(self, rngs, x):
+            assert not isinstance(x, jax.core.Tracer)
+            layers = {"a": (4, 2), "b": (2, 2)}
+            return {"params": {n: {"kernel": np.ones(s, "f4")} for n, s in layers.items()}}
+
+    data = ff.ArrayStream(np.repeat(ONE, 8, 0), np.repeat(TWO, 8, 0), batch_size=8)
+    task = ff.TrainTask(Pair().apply, optax.adam(0.0), "mse", data)
+    loop = ff.TrainLoop(Given(), task, 0, n_steps=1, strategy=ff.Sharded.fsdp(), stdout=False)
+    assert np.all(loop.state.params["b"]["kernel"] == 1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"ema": 0.5}, {"freeze": "a/.*"}])
 def test_a_folder_of_checkpoints_gives_its_weights_to_another_optimizer(tmp_path, options):
     model = ff.Model(Pair(), optax.adam(0.1), "mse", **options)
