@@ -13,7 +13,7 @@ from flaxfit.data._libraries import is_hugging_face, regular_size
 from flaxfit.display import count, html, short_errors
 from flaxfit.loop import TrainLoop
 from flaxfit.model._evaluation import Evaluation
-from flaxfit.model._find_lr import LearningRateRange, find_lr
+from flaxfit.model._find_lr import LearningRateRange, check_range, find_lr
 from flaxfit.step import cost_of
 from flaxfit.task import describe_loss
 from flaxfit.tree import Data, PyTree, shapes_of
@@ -94,6 +94,7 @@ class Examination(Evaluation):
         Raises:
           ValueError: the optimizer's learning rate cannot be set.
         """
+        check_range(lowest, highest, n_steps)
         self._follow_module()
         data, _ = self._prepared(x, y, sample_weight)
         with self._trial("find_lr", data, batch_size) as loop:

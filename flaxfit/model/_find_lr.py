@@ -57,17 +57,21 @@ class LearningRateRange:
         return axes
 
 
-def find_lr(loop: TrainLoop, *, lowest: float, highest: float, n_steps: int) -> LearningRateRange:
-    """Multiplies the rate by the same factor after each step, until the loss diverges.
-
-    After L. N. Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
-    """
+def check_range(lowest: float, highest: float, n_steps: int) -> None:
+    """Checks the arguments of a range test, before a loop is made for it."""
     if not 0 < lowest < highest:
         raise ValueError(
             f"find_lr needs 0 < lowest < highest, got lowest={lowest} and highest={highest}."
         )
     if n_steps < 10:
         raise ValueError(f"find_lr needs 10 steps or more to see a slope, got n_steps={n_steps}.")
+
+
+def find_lr(loop: TrainLoop, *, lowest: float, highest: float, n_steps: int) -> LearningRateRange:
+    """Multiplies the rate by the same factor after each step, until the loss diverges.
+
+    After L. N. Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
+    """
     if not learning_rates(loop.hyperparams):
         raise ValueError(
             "find_lr cannot set the learning rate of this optimizer. Make the optimizer with "

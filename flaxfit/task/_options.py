@@ -102,8 +102,11 @@ def _check_values(task: Any) -> None:
                 f"ema_overwrite_frequency={task.ema_overwrite_frequency} needs the moving average "
                 "that it writes: set ema to its decay, such as ema=0.999."
             )
-    is_some = task.penalty_in_loss is True and task.mutable is not None
-    if is_some and not in_filter(task.mutable, "losses"):
+    if (
+        task.penalty_in_loss is True
+        and task.mutable is not None
+        and not in_filter(task.mutable, "losses")
+    ):
         raise ValueError(
             f"penalty_in_loss=True cannot be combined with mutable={task.mutable!r:.60}: the "
             "losses that the model adds would count only in evaluation. Name 'losses' in mutable, "
