@@ -1,6 +1,6 @@
 """Callback: the one hook of a training loop."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from flaxfit.loop import TrainLoop
@@ -78,6 +78,21 @@ def attached(loop: TrainLoop | None, owner: str, use: str) -> TrainLoop:
     if loop is None:
         raise ValueError(f"{owner} must be in the callbacks of a loop, which it {use}.")
     return loop
+
+
+def watch_metrics(
+    loop: TrainLoop, every: int, look: Callable[[int, Mapping[str, float]], object]
+) -> None:
+    """Calls `look(step, running metrics)` every so many steps, at the end of a dispatch."""
+    seen = loop.step
+
+    def watch(step: int) -> None:
+        nonlocal seen
+        if step - seen >= every:
+            seen = step
+            look(step, loop.running_metrics())
+
+    loop.on.after_dispatch.append(watch)
 
 
 def first_epoch(loop: TrainLoop | None) -> int:

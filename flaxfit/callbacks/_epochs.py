@@ -8,13 +8,7 @@ from flaxfit.tree import Json
 
 
 class Epochs:
-    """Counts the epochs of `fit`, or the checkpoints of your own loop, as they begin.
-
-    >>> epochs = Epochs()
-    >>> epochs.set_state({"n_begun": 3, "begun_at": 20})
-    >>> epochs.number
-    2
-    """
+    """Counts the epochs of `fit`, or the checkpoints of your own loop, as they begin."""
 
     def __init__(self) -> None:
         self._first, self._n_begun = 0, 0
@@ -46,7 +40,6 @@ class Epochs:
             self._on_begin(self.number)
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a resumed run needs."""
         return {"n_begun": self._n_begun, "begun_at": self._begun_at}
 
     def set_state(self, state: Mapping[str, Json]) -> None:

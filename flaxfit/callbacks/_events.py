@@ -12,13 +12,6 @@ from flaxfit.state import Checkpoint
 from flaxfit.tree import Json
 
 Function = Callable[..., Any]
-_ARGUMENTS = {
-    "train": "logs",
-    "test": "logs",
-    "predict": "logs",
-    "epoch": "epoch, logs",
-    "batch": "batch, logs",
-}
 
 
 class Events:
@@ -107,7 +100,6 @@ class Events:
         """The number of steps before the current epoch."""
 
     def attach(self, loop: TrainLoop) -> None:
-        """Begins training."""
         self._loop, self._first_step = loop, loop.step
         begins, ends = map(self._functions.get, ("on_train_batch_begin", "on_train_batch_end"))
         if (begins or ends) and loop.steps_per_call > 1:
@@ -124,7 +116,6 @@ class Events:
         self._open()
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns the checkpoint unchanged."""
         self._logs = {name: float(value) for name, value in checkpoint.scalars.items()}
         tested = {
             name.removeprefix("val_"): value
@@ -154,7 +145,6 @@ class Events:
             self.notify("on_train_end", dict(self._logs))
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a resumed run needs: the count of epochs."""
         return self._epochs.get_state()
 
     def set_state(self, state: Mapping[str, Json]) -> None:
@@ -178,12 +168,12 @@ class Events:
 
 def _check(name: str, function: Function) -> None:
     """Checks that a function takes the arguments of its event."""
-    given = next(each for key, each in reversed(_ARGUMENTS.items()) if key in name)
-    advice = f"{name} is called with ({given})"
+    arguments = [*(each for each in ("epoch", "batch") if each in name), "logs"]
+    advice = f"{name} is called with ({', '.join(arguments)})"
     if not callable(function):
         raise TypeError(f"{advice}, got {function!r:.60}, which is not a function.")
     try:
-        inspect.signature(function).bind(*given.split(", "))
+        inspect.signature(function).bind(*arguments)
     except ValueError:  # Written in C, and silent about it.
         return
     except TypeError:

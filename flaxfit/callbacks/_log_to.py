@@ -71,7 +71,6 @@ class LogTo:
         return checkpoint
 
     def close(self) -> None:
-        """Closes the logger."""
         self._attempt(self._logger.close)
 
 

@@ -1,10 +1,10 @@
 """Profiler: writes a trace of the devices and the host during some steps."""
 
+import functools
 import os
 
 import jax
 
-from flaxfit.callbacks._callback import attached
 from flaxfit.callbacks._log_to import Attempt
 from flaxfit.loop import TrainLoop
 from flaxfit.state import Checkpoint
@@ -36,14 +36,11 @@ class Profiler:
         self._folder = os.fspath(local_path(folder))
         self._first, self._last = first, last
         self._attempt = Attempt("Profiler")
-        self._loop: TrainLoop | None = None
         self._is_tracing = False
 
     def attach(self, loop: TrainLoop) -> None:
-        """Starts to watch the steps of a loop."""
-        self._loop = loop
-        loop.on.after_dispatch.append(self._watch)
-        self._watch(loop.step)
+        loop.on.after_dispatch.append(functools.partial(self._watch, loop))
+        self._watch(loop, loop.step)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
@@ -54,8 +51,7 @@ class Profiler:
             self._is_tracing = False
             self._attempt(jax.profiler.stop_trace)
 
-    def _watch(self, step: int) -> None:
-        loop = attached(self._loop, "Profiler", "traces")
+    def _watch(self, loop: TrainLoop, step: int) -> None:
         if self._is_tracing and step >= self._last:
             loop.running_metrics()  # Dispatch is asynchronous: wait until the step has run.
             self.close()

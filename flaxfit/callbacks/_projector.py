@@ -16,14 +16,7 @@ Metadata: TypeAlias = str | os.PathLike[str] | Sequence[str]
 
 
 class Projector:
-    """Writes the tables of embedding layers as text, and their list, `projector_config.pbtxt`.
-
-    >>> projector = Projector(1, {"embed": ["a", "b"]})
-    >>> params = {"embed": {"embedding": np.ones((2, 3))}, "dense": {"kernel": np.ones((3, 1))}}
-    >>> projector.check(Path("logs"), params)
-    >>> {name: table.shape for name, table in projector.tables(params).items()}
-    {'embed': (2, 3)}
-    """
+    """Writes the tables of embedding layers as text, and their list, `projector_config.pbtxt`."""
 
     def __init__(self, every: int, metadata: Metadata | Mapping[str, Metadata] | None):
         self.every = whole_number("embeddings_freq", every, least=0)

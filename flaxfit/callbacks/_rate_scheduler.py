@@ -1,5 +1,6 @@
 """LearningRateScheduler: sets the learning rate by a function of epochs or steps."""
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -155,23 +156,17 @@ def _read(schedule: Callable[..., float], unit: str | None) -> tuple[str, bool]:
 
 def _arguments(schedule: Any) -> tuple[list[str], bool]:
     """Returns the argument names of a schedule, and whether it takes two."""
-    try:
-        signature = inspect.signature(schedule)
-    except (TypeError, ValueError):  # Not a function, or a C function without a signature.
-        if not callable(schedule):
-            raise TypeError(_advice(repr(schedule)[:60])) from None
-        return ["*"], True
-    for n in (2, 1):
+    got = f"{schedule!r:.60}"
+    if callable(schedule):
         try:
-            bound = signature.bind(*range(n))
-        except TypeError:
-            continue
-        return [*bound.arguments], n == 2
-    raise TypeError(_advice(f"one of {signature}"))
-
-
-def _advice(got: str) -> str:
-    return (
+            signature = inspect.signature(schedule)
+        except (TypeError, ValueError):  # A C function without a signature.
+            return ["*"], True
+        for n in (2, 1):
+            with contextlib.suppress(TypeError):
+                return [*signature.bind(*range(n)).arguments], n == 2
+        got = f"one of {signature}"
+    raise TypeError(
         "LearningRateScheduler needs a function (epoch), (epoch, lr), (step) or (step, rate) that "
         f"returns a rate, such as lambda epoch, lr: 0.9 * lr, got {got}."
     )

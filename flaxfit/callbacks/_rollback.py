@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.callbacks._callback import attached
 from flaxfit.display import plural, say
 from flaxfit.loop import TrainLoop
 from flaxfit.metrics._monitor import Monitor
@@ -58,7 +59,6 @@ class Rollback:
         self._loop: TrainLoop | None = None
         self._good: TrainState | None = None
         self.n_rollbacks = 0
-        """The number of rollbacks."""
 
     def attach(self, loop: TrainLoop) -> None:
         """Attaches to a loop; its current state is good if it is finite."""
@@ -79,8 +79,7 @@ class Rollback:
         return checkpoint.with_metrics({"rollbacks": self.n_rollbacks})
 
     def _go_back(self, step: int, value: float | None) -> TrainState:
-        if self._loop is None:
-            raise ValueError("Rollback has no loop to restore a state in: pass it in callbacks=.")
+        loop = attached(self._loop, "Rollback", "restores")
         what = f"the parameters or the model's state are not finite at step {step:,}"
         if value is not None and not math.isfinite(value):
             what = f"{self._monitor.name} is {value:.4g} at step {step:,}"
@@ -100,9 +99,9 @@ class Rollback:
             f"(rollback {self.n_rollbacks} of {self._n_times})"
         )
         # Keep hyperparameters that callbacks have lowered: they would not set them again.
-        opt_state = with_hyperparams_of(self._good.opt_state, _to_host(self._loop.state).opt_state)
-        self._loop.restore(self._good.replace(step=jnp.int32(step), opt_state=opt_state))
-        return self._loop.state
+        opt_state = with_hyperparams_of(self._good.opt_state, _to_host(loop.state).opt_state)
+        loop.restore(self._good.replace(step=jnp.int32(step), opt_state=opt_state))
+        return loop.state
 
     def get_state(self) -> dict[str, PyTree]:
         """Returns the count, and the good state unless it is the current one."""

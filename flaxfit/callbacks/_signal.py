@@ -239,11 +239,15 @@ class SaveOnSignal:
 
 
 def _hear_notices(arrived: queue.SimpleQueue[str | None], ended: threading.Event) -> None:
-    """Starts a thread that hears of a preemption, until `ended` is set or Python exits."""
-    arguments = arrived, ended
-    thread = threading.Thread(
-        target=_hear_notice, args=arguments, daemon=True, name="flaxfit-notice"
-    )
+    """Starts a thread that asks JAX whether the process must end, until `ended` is set."""
+
+    def hear() -> None:
+        while not ended.wait(_SECONDS_BETWEEN_LOOKS):
+            if is_preempted():
+                arrived.put("SIGTERM")
+                return
+
+    thread = threading.Thread(target=hear, daemon=True, name="flaxfit-notice")
     thread.start()
 
     def end() -> None:
@@ -252,14 +256,6 @@ def _hear_notices(arrived: queue.SimpleQueue[str | None], ended: threading.Event
 
     # A thread that returns from a call of JAX's client after Python has ended aborts the process.
     atexit.register(end)
-
-
-def _hear_notice(arrived: queue.SimpleQueue[str | None], ended: threading.Event) -> None:
-    """Waits until JAX's preemption service reports that a process must end."""
-    while not ended.wait(_SECONDS_BETWEEN_LOOKS):
-        if is_preempted():
-            arrived.put("SIGTERM")
-            return
 
 
 def _limit(

@@ -1,12 +1,11 @@
 """Callbacks that end training: when it no longer improves, or no longer is finite."""
 
-import functools
 import math
 from collections.abc import Mapping
 
 import numpy as np
 
-from flaxfit.callbacks._callback import first_epoch
+from flaxfit.callbacks._callback import first_epoch, watch_metrics
 from flaxfit.display import count, plural, say
 from flaxfit.loop import TrainLoop
 from flaxfit.metrics._monitor import Monitor
@@ -21,8 +20,6 @@ _FINITE = ("loss", "grad_norm")
 
 class EarlyStopping:
     """Stops training when a metric no longer improves, and restores the best weights.
-
-    It stops at once when the metric is nan or inf.
 
     The best parameters, their average (of `ema=` or a schedule-free optimizer) and model state, but
     no other optimizer state, are restored when training ends for any reason: stopped here, out of
@@ -99,7 +96,6 @@ class EarlyStopping:
         self.best_step: int | None = None
         """The step that reached it."""
         self.has_stopped = False
-        """Whether it has stopped training."""
         self.endings: list[str] = []
         """Messages: why it stopped training, and what it restored."""
         self._n_waited = self._n_seen = self._best_seen = 0
@@ -128,9 +124,8 @@ class EarlyStopping:
             if self.restore_best and checkpoint.state is not None:
                 names = _WEIGHTS if has_average(checkpoint.state) else _WEIGHTS[:2]
                 weights = {name: getattr(checkpoint.state, name) for name in names}
-                # The next step donates borrowed arrays; an owned checkpoint can be kept as it is.
-                is_borrowed = checkpoint.is_borrowed
-                self._best_weights = copied(weights) if is_borrowed else weights
+                # The next step donates borrowed arrays.
+                self._best_weights = copied(weights) if checkpoint.is_borrowed else weights
             return checkpoint
         if self._check_finite and not math.isfinite(value):
             say(f"step {checkpoint.step:,}: {self._monitor.name} is {value}, training stops")
@@ -204,7 +199,6 @@ class EarlyStopping:
             self.endings.append(f"restored the weights of {best}")
 
     def get_state(self) -> dict[str, PyTree]:
-        """Returns what a resumed run needs: JSON, and the best weights as fields of a state."""
         return {
             **self._best_weights,
             "best_value": self.best_value,
@@ -254,17 +248,13 @@ class StopOnNaN:
         """The last finite values and their step, in words."""
 
     def attach(self, loop: TrainLoop) -> None:
-        """Watches the steps of a loop if `every` is given."""
-        if self._every is not None:
-            self._looked_at = loop.step
-            loop.on.after_dispatch.append(functools.partial(self._look, loop, self._every))
 
-    def _look(self, loop: TrainLoop, every: int, step: int) -> None:
-        if step - self._looked_at < every:
-            return
-        self._looked_at, metrics = step, loop.running_metrics()
-        if not all(math.isfinite(metrics.get(name, 0.0)) for name in _FINITE):
-            loop.finish()
+        def look(step: int, metrics: Mapping[str, float]) -> None:
+            if not all(math.isfinite(metrics.get(name, 0.0)) for name in _FINITE):
+                loop.finish()
+
+        if self._every is not None:
+            watch_metrics(loop, self._every, look)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Returns the checkpoint if its loss and gradient norm are finite."""

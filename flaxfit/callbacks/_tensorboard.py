@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.callbacks._callback import watch_metrics
 from flaxfit.callbacks._event_file import EventFile, Summary
 from flaxfit.callbacks._log_to import Attempt
 from flaxfit.callbacks._projector import Metadata, Projector
@@ -106,7 +107,6 @@ class TensorBoardLogger:
         self._files: dict[str, EventFile] = {}
         self._is_first = True
         """Whether no checkpoint has been written since the files were closed."""
-        self._updated_at = 0
         self._step = 0
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -118,18 +118,12 @@ class TensorBoardLogger:
         if self._projector.every:
             self._projector.check(self._folder / self._main, loop.state.params)
         if self._update_freq:
-            self._updated_at = loop.step
-            loop.on.after_dispatch.append(functools.partial(self._update, loop))
+            update = functools.partial(self._attempt, self._update)
+            watch_metrics(loop, self._update_freq, update)
 
-    def _update(self, loop: TrainLoop, step: int) -> None:
-        if step - self._updated_at < self._update_freq:
-            return
-        self._updated_at, metrics = step, loop.running_metrics()
-        made = {f"batch_{name}": value for name, value in metrics.items() if is_scalar(value)}
-        self._attempt(self._write_batch, step, made)
-
-    def _write_batch(self, step: int, values: Mapping[str, float]) -> None:
+    def _update(self, step: int, metrics: Mapping[str, float]) -> None:
         self._begin(step)
+        values = {f"batch_{name}": value for name, value in metrics.items() if is_scalar(value)}
         self._add(step, self._scalars(values))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -168,11 +162,13 @@ class TensorBoardLogger:
 
     def _write(self, checkpoint: Checkpoint) -> None:
         step = checkpoint.step
-        train, tested = self._divided(checkpoint.scalars)
+        train = checkpoint.scalars
+        names = [name for name in train if self._main and name.startswith("val_")]
+        tested = {name.removeprefix("val_"): train.pop(name) for name in names}
         self._begin(step, is_tested=bool(tested))
         self._step = step
         if tested:
-            self._add(step, self._scalars(tested), _VALIDATION)
+            self._opened(_VALIDATION).add(step, self._scalars(tested))
         made = self._scalars(train)
         self._n_seen += 1
         if self._histograms and (self._n_seen - 1) % self._histograms == 0:
@@ -225,14 +221,8 @@ class TensorBoardLogger:
                 file.restart(step)
         self._step = min(self._step, step - 1)
 
-    def _divided(self, scalars: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """Splits scalars into training and validation metrics, if these have their own folder."""
-        tested = [name for name in scalars if self._main and name.startswith("val_")]
-        train = {name: value for name, value in scalars.items() if name not in tested}
-        return train, {name.removeprefix("val_"): scalars[name] for name in tested}
-
-    def _add(self, step: int, made: list[Summary], name: str | None = None) -> None:
-        self._opened(self._main if name is None else name).add(step, made)
+    def _add(self, step: int, made: list[Summary]) -> None:
+        self._opened(self._main).add(step, made)
 
     def _opened(self, name: str) -> EventFile:
         if name not in self._files:

@@ -50,7 +50,6 @@ class Timer:
         """The budget used before a resume."""
 
     def attach(self, loop: TrainLoop) -> None:
-        """Starts to count."""
         self._loop = loop
         self._reset(loop.step)
         by_step = self._budget["n_steps"] is not None
