@@ -10,8 +10,8 @@ from flaxfit.metrics._monitor import default_monitor, is_better, known_mode, res
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Json
 
-_FIELDS = {"first_step", "steps", "n_steps", "elapsed_time", "compile_time", "modes"}
-_FIELDS |= {"initial_epoch"}
+_FIELDS = ("first_step", "steps", "n_steps", "elapsed_time", "compile_time", "modes")
+_FIELDS += ("initial_epoch",)
 
 
 class Best(NamedTuple):
@@ -222,8 +222,9 @@ class History(Mapping[str, list[float]]):
         self._values = {
             name: [float(value) for value in values] for name, values in state["values"].items()
         }
-        for name in _FIELDS & state.keys():
-            setattr(self, name, copy.copy(state[name]))
+        for name in _FIELDS:
+            if name in state:
+                setattr(self, name, copy.copy(state[name]))
 
     @property
     def _places(self) -> tuple[str, list[int]]:

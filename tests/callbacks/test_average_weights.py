@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from loops import assert_equal, init_of
 from marks import thorough
 
 import flaxfit as ff
@@ -26,7 +27,7 @@ class Net(nn.Module):
 
 def make_loop(callbacks, n_steps=5, init=None, **options):
     task = ff.TrainTask(Net().apply, optax.sgd(0.1), "mse", (x, 3 * x), **options)
-    init = Net().init if init is None else init
+    init = init or init_of(Net(), 1)
     return ff.TrainLoop(init, task, 0, n_steps=n_steps, callbacks=callbacks, stdout=False)
 
 
@@ -36,18 +37,13 @@ def weights_of(state):
 
 def assert_mean(state, states):
     """Compares weights with NumPy's means in float64; those in bfloat16 up to its rounding."""
-    found, seen = weights_of(state), [weights_of(each) for each in states]
 
     def check(x, *each):
-        if x.dtype == np.int32:
-            assert x == each[-1]
-            return
-        mean = np.mean(np.asarray(each, np.float64), 0)
-        np.testing.assert_allclose(
-            np.asarray(x, np.float64), mean, 1e-6 if x.dtype == np.float32 else 2**-8, 1e-7
-        )
+        mean = each[-1] if x.dtype == np.int32 else np.mean(np.asarray(each, np.float64), 0)
+        rounding = 2**-8 if x.dtype == jnp.bfloat16 else 1e-6
+        np.testing.assert_allclose(np.asarray(x, np.float64), mean, rounding, 1e-7)
 
-    jax.tree.map(check, found, *seen)
+    jax.tree.map(check, weights_of(state), *map(weights_of, states))
 
 
 @pytest.mark.slow
@@ -57,10 +53,10 @@ def test_the_loop_ends_with_the_mean_of_what_it_yielded_and_not_before(start):
     states = [checkpoint.state for checkpoint in loop]
     assert_mean(loop.state, states[start:])
     expected = [checkpoint.state for checkpoint in make_loop([])]
-    jax.tree.map(np.testing.assert_array_equal, *map(weights_of, (states[-1], expected[-1])))
+    assert_equal(weights_of(states[-1]), weights_of(expected[-1]))
     averaged = weights_of(loop.state)
     loop.close()
-    jax.tree.map(np.testing.assert_array_equal, weights_of(loop.state), averaged)
+    assert_equal(weights_of(loop.state), averaged)
 
 
 @pytest.mark.slow
@@ -69,9 +65,9 @@ def test_a_resumed_run_ends_with_the_same_mean(tmp_path):
     list(whole)
     with CheckpointFileWriter(tmp_path) as writer:
         list(make_loop([AverageWeights(1), writer], n_steps=3))
-    resumed = make_loop([AverageWeights(1)], init=CheckpointFileReader(tmp_path, Net().init))
+    resumed = make_loop([AverageWeights(1)], init=CheckpointFileReader(tmp_path, init_of(Net(), 1)))
     list(resumed)
-    jax.tree.map(np.testing.assert_array_equal, *map(weights_of, (whole.state, resumed.state)))
+    assert_equal(weights_of(whole.state), weights_of(resumed.state))
 
 
 def test_small_steps_in_bfloat16_are_not_lost():
@@ -88,19 +84,18 @@ def test_small_steps_in_bfloat16_are_not_lost():
 @pytest.mark.parametrize("strategy", [thorough(None), ff.Sharded()])
 def test_a_model_ends_with_the_mean_of_its_epochs(strategy):
     model = ff.Model(Net(), optax.sgd(0.1), "mse", strategy=strategy)
-    states = []
-    keep = [lambda checkpoint: states.append(checkpoint.state), AverageWeights(1)]
-    model.fit(x, 3 * x, batch_size=8, epochs=4, callbacks=keep, verbose=0)
-    assert_mean(model.state, states[1:])
-    model.fit(x, 3 * x, batch_size=8, epochs=1, callbacks=[*keep[:1], AverageWeights()], verbose=0)
-    assert_mean(model.state, states[4:])
+    for epochs, start in (4, 1), (1, 0):
+        states = []
+        keep = [lambda checkpoint, to=states: to.append(checkpoint.state), AverageWeights(start)]
+        model.fit(x, 3 * x, batch_size=8, epochs=epochs, callbacks=keep, verbose=0)
+        assert_mean(model.state, states[start:])
 
 
 @pytest.mark.slow
 def test_a_run_that_ends_too_early_has_no_average(capsys):
     loop = make_loop([AverageWeights(9)], n_steps=1)
     states = [checkpoint.state for checkpoint in loop]
-    jax.tree.map(np.testing.assert_array_equal, *map(weights_of, (states[-1], loop.state)))
+    assert_equal(weights_of(states[-1]), weights_of(loop.state))
     assert "training ended before epoch 10: no average" in capsys.readouterr().err
 
 

@@ -27,35 +27,31 @@ y = x.sum(1, keepdims=True)
 evaluated = jax.jit(functools.partial(Net().apply, train=False))
 
 
+def assert_exported(path, outputs):
+    np.testing.assert_allclose(ff.export.load(path)(x), outputs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_fit_leaves_the_best_model_in_the_file(tmp_path):
     exporting = Export(tmp_path / "best", monitor="val_loss")
     seen = {}
 
     def remember(checkpoint):
-        variables = checkpoint.state.variables
-        seen[checkpoint.step] = checkpoint.metrics["val_loss"], variables
+        seen[checkpoint.step] = checkpoint.metrics["val_loss"], checkpoint.state.variables
 
     model = ff.Model(Net(), optax.adam(0.3), "mse")
     model.fit(x, y, epochs=4, validation_data=(x, y), callbacks=[remember, exporting], verbose=0)
     best = min(seen, key=lambda step: seen[step][0])
     assert exporting.best_step == best
     assert exporting.best_value == seen[best][0]
-    want = evaluated(seen[best][1], x)
-    np.testing.assert_allclose(ff.export.load(tmp_path / "best")(x), want, rtol=1e-4, atol=1e-5)
+    assert_exported(tmp_path / "best", evaluated(seen[best][1], x))
 
 
 def test_a_worse_checkpoint_leaves_the_file(tmp_path, monkeypatch):
     writes = []
     monkeypatch.setattr(ff.export, "write", lambda *a, **options: writes.append((a[1:], options)))
-    exporting = Export(
-        tmp_path / "best",
-        "accuracy",
-        "onnx",
-        apply=lambda v, x: x,
-        input_spec=ff.export.InputSpec((1,)),
-        opset=19,
-    )
+    options = {"apply": lambda v, x: x, "input_spec": ff.export.InputSpec((1,)), "opset": 19}
+    exporting = Export(tmp_path / "best", "accuracy", "onnx", **options)
     state = ff.InferenceState(np.int32(0), {}, {})
     values = [0.5, 0.4, float("nan"), 0.5, 0.6]
     for step, value in enumerate(values):
@@ -76,8 +72,7 @@ def test_of_several_processes_the_first_writes(tmp_path, monkeypatch):
     exporting(ff.Checkpoint(step=1, state=state, metrics={}))
     assert not (tmp_path / "best").exists()
     writes[0]()
-    want = nn.Dense(1).apply({"params": state.params}, x)
-    np.testing.assert_allclose(ff.export.load(tmp_path / "best")(x), want, rtol=1e-4, atol=1e-5)
+    assert_exported(tmp_path / "best", nn.Dense(1).apply({"params": state.params}, x))
 
 
 def test_a_resumed_run_keeps_what_is_better(tmp_path):
@@ -89,19 +84,15 @@ def test_a_resumed_run_keeps_what_is_better(tmp_path):
 
 @pytest.mark.slow
 def test_a_loop_needs_to_be_told_the_model_in_evaluation(tmp_path):
-    task = ff.TrainTask(
-        functools.partial(Net().apply, train=True), optax.sgd(0.1), "mse", [(x, y)] * 2
-    )
-    init = functools.partial(Net().init, train=True)
-    path = tmp_path / "last"
+    apply = functools.partial(Net().apply, train=True)
+    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", [(x, y)] * 2)
+    init, path = functools.partial(Net().init, train=True), tmp_path / "last"
     loop = ff.TrainLoop(init, task, 0, callbacks=Export(path, None), stdout=False)
     with pytest.raises(ValueError, match="evaluation mode: pass apply="):
         next(loop)
     exporting = Export(path, None, apply=functools.partial(Net().apply, train=False))
-    loop = ff.TrainLoop(init, task, 0, callbacks=every(2, exporting), stdout=False)
-    *_, last = loop
-    want = evaluated(last.state.variables, x)
-    np.testing.assert_allclose(ff.export.load(path)(x), want, rtol=1e-4, atol=1e-5)
+    *_, last = ff.TrainLoop(init, task, 0, callbacks=every(2, exporting), stdout=False)
+    assert_exported(path, evaluated(last.state.variables, x))
 
 
 def test_outside_a_loop_the_inputs_are_asked_for(tmp_path):
@@ -117,11 +108,9 @@ def test_a_moving_average_is_written_where_the_task_keeps_one(tmp_path):
     model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", ema=0.9)
     model.fit(x, y, epochs=2, callbacks=[Export(path, "loss")], verbose=0)
     average = ff.optim.swap_ema(model.state).params
-    want = nn.Dense(1).apply({"params": average}, x)
-    np.testing.assert_allclose(ff.export.load(path)(x), want, rtol=1e-4, atol=1e-5)
+    assert_exported(path, nn.Dense(1).apply({"params": average}, x))
     model.fit(x, y, callbacks=[Export(path, "loss", ema=False)], verbose=0)
-    want = nn.Dense(1).apply({"params": model.state.params}, x)
-    np.testing.assert_allclose(ff.export.load(path)(x), want, rtol=1e-4, atol=1e-5)
+    assert_exported(path, nn.Dense(1).apply({"params": model.state.params}, x))
 
 
 @pytest.mark.slow
@@ -129,8 +118,7 @@ def test_a_model_is_exported_in_one_line(tmp_path):
     model = ff.Model(Net(), optax.adam(0.1), "mse")
     model.fit(x, y, epochs=1, verbose=0)
     report = model.export(tmp_path / "model")
-    got = ff.export.load(tmp_path / "model")(x)
-    np.testing.assert_allclose(got, model.predict(x), rtol=1e-4, atol=1e-5)
+    assert_exported(tmp_path / "model", model.predict(x))
     assert report.path == tmp_path / "model"
     zeros = jax.tree.map(np.zeros_like, model.state.params)
     model.export(tmp_path / "model", params=zeros)

@@ -3,6 +3,7 @@ import math
 import sys
 import xml.etree.ElementTree as ET
 
+import numpy as np
 import pytest
 
 from flaxfit import Checkpoint
@@ -16,36 +17,28 @@ def history_of(series, **options):
     history = History(**options)
     for i in range(max(map(len, series.values()))):
         metrics = {name: values[i] for name, values in series.items() if values[i] is not None}
+        times = {"elapsed_time": 0.25, "compile_time": 1.0 if i == 0 else 0.0}
+        step = 44 * (i + 1)
         history.append(
-            Checkpoint(
-                step=44 * (i + 1),
-                state=None,
-                metrics=metrics,
-                n_completed_steps=44,
-                elapsed_time=0.25,
-                compile_time=1.0 if i == 0 else 0.0,
-            )
+            Checkpoint(step=step, state=None, metrics=metrics, n_completed_steps=44, **times)
         )
     return history
 
 
 def test_a_history_maps_names_to_lists_in_the_order_of_the_checkpoints():
-    history = history_of({"loss": [0.9, 0.5], "val_loss": [0.8, 0.6]})
-    assert dict(history) == {"loss": [0.9, 0.5], "val_loss": [0.8, 0.6]}
-    assert history.steps == [44, 88]
-    assert (history.n_steps, history.elapsed_time, history.compile_time) == (88, 0.5, 1.0)
-
-
-def test_a_value_that_is_missing_is_nan_before_and_after():
     history = history_of({"loss": [0.9, 0.5, 0.4], "val_loss": [None, 0.6, None]})
-    before, value, after = history["val_loss"]
-    assert math.isnan(before) and value == 0.6 and math.isnan(after)
+    assert list(history) == ["loss", "val_loss"] and history["loss"] == [0.9, 0.5, 0.4]
+    np.testing.assert_array_equal(history["val_loss"], [NAN, 0.6, NAN])
+    assert history.steps == [44, 88, 132]
+    assert (history.n_steps, history.elapsed_time, history.compile_time) == (132, 0.75, 1.0)
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
     with pytest.raises(KeyError, match="no 'val_loss'; it holds loss, f1"):
         history_of({"loss": [0.9], "f1": [0.5]})["val_loss"]
     assert "val_loss" not in history_of({"loss": [0.9]})
+    with pytest.raises(ValueError, match=r"history holds loss\..*OptimizerDef\(optax.adam, learn"):
+        history_of({"loss": [0.9]}).plot_lr()
 
 
 def test_the_best_value_is_the_first_lowest_or_highest_finite_one():
@@ -54,9 +47,6 @@ def test_the_best_value_is_the_first_lowest_or_highest_finite_one():
     assert history.best("f1") == (0.7, 2, 88)
     assert history.best("f1", "min").epoch == 1
     assert history.best("loss", mode="max").value == 0.5
-
-
-def test_a_metric_that_was_never_finite_has_no_best_value():
     with pytest.raises(ValueError, match="'loss' has no best value"):
         history_of({"loss": [NAN, math.inf]}).best("loss")
 
@@ -133,11 +123,6 @@ def test_entries_are_numbered_by_epochs_in_fit_and_by_steps_elsewhere_in_charts_
         assert (rows[0][-1], rows[1][-1]) == (f"at {unit}", best)
 
 
-def test_append_serves_as_a_callback_that_changes_nothing():
-    history = History()
-    assert history.append(Checkpoint(step=1, state=None, metrics={"loss": 1.0})) is None
-
-
 @pytest.mark.parametrize(
     ("module", "method", "install"),
     [
@@ -162,36 +147,29 @@ def test_a_data_frame_has_a_column_per_metric_and_the_steps_as_index():
     assert frame["val_loss"].isna().tolist() == [True, False]
 
 
-def test_a_plot_has_a_picture_per_metric_with_training_and_validation_together():
+@pytest.fixture
+def pyplot():
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     matplotlib.use("Agg")
+    yield
+    matplotlib.pyplot.close("all")
+
+
+def test_a_plot_has_a_picture_per_metric_with_training_and_validation_together(pyplot):
     history = history_of({"loss": [0.9, 0.5], "f1": [0.1, 0.2], "val_loss": [0.8, 0.6]})
     axes = history.plot()
     assert [axis.get_title() for axis in axes] == ["loss", "f1"]
     assert [list(line.get_ydata()) for line in axes[0].lines] == [[0.9, 0.5], [0.8, 0.6]]
     assert list(axes[0].lines[0].get_xdata()) == [44, 88]
     assert axes[0].get_xlabel() == "step"
-    matplotlib.pyplot.close(axes[0].figure)
     axes = history_of({"loss": [0.9, 0.5]}, unit="epoch").plot()
     assert list(axes[0].lines[0].get_xdata()) == [1, 2] and axes[0].get_xlabel() == "epoch"
-    matplotlib.pyplot.close(axes[0].figure)
 
 
-def test_learning_rates_are_drawn_over_the_steps_one_line_for_each_group():
-    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    matplotlib.use("Agg")
+def test_learning_rates_are_drawn_over_the_steps_one_line_for_each_group(pyplot):
     one = history_of({"loss": [0.9, 0.5], "learning_rate": [0.1, 0.05]}).plot_lr()
     assert [list(line.get_ydata()) for line in one.lines] == [[0.1, 0.05]]
     assert list(one.lines[0].get_xdata()) == [44, 88] and one.get_legend() is None
     rates = {"learning_rate/stem": [0.01, 0.02], "learning_rate/head": [0.1, 0.2]}
     groups = history_of({"loss": [0.9, 0.5], **rates, "learning_rates": [1, 1]}).plot_lr()
     assert [line.get_label() for line in groups.lines] == list(rates)
-    for axes in one, groups:
-        matplotlib.pyplot.close(axes.figure)
-
-
-def test_a_history_without_learning_rates_says_how_to_have_them_reported():
-    with pytest.raises(
-        ValueError, match=r"the history holds loss\..*OptimizerDef\(optax.adam, learn"
-    ):
-        history_of({"loss": [0.9]}).plot_lr()

@@ -1,3 +1,4 @@
+import contextlib
 import csv
 import json
 import math
@@ -35,6 +36,10 @@ def log_at(request):
         logger.close()
 
 
+def steps_of(path):
+    return [int(row["step"]) for row in rows_of(path)]
+
+
 def test_a_row_is_on_the_disk_right_after_its_checkpoint(log_at, checkpoint_at, tmp_path):
     log, path = log_at(tmp_path)
     assert not path.parent.exists()
@@ -54,15 +59,10 @@ def test_a_resumed_run_leaves_one_row_per_step(log_at, checkpoint_at, tmp_path):
     second, path = log_at(tmp_path)
     for step in range(4, 8):
         second(checkpoint_at(step, loss=2.0))
-    assert [int(row["step"]) for row in rows_of(path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert steps_of(path) == [1, 2, 3, 4, 5, 6, 7]
     assert [float(row["loss"]) for row in rows_of(path)] == [1.0] * 3 + [2.0] * 4
-
-
-def test_a_loop_that_goes_back_replaces_the_rows(log_at, checkpoint_at, tmp_path):
-    log, path = log_at(tmp_path)
-    for step in (1, 2, 3, 2):
-        log(checkpoint_at(step, loss=1.0))
-    assert [int(row["step"]) for row in rows_of(path)] == [1, 2]
+    second(checkpoint_at(2, loss=2.0))  # The loop goes back.
+    assert steps_of(path) == [1, 2]
 
 
 def test_a_row_that_a_killed_process_left_unfinished_is_dropped(log_at, checkpoint_at, tmp_path):
@@ -72,7 +72,7 @@ def test_a_row_that_a_killed_process_left_unfinished_is_dropped(log_at, checkpoi
     log.close()
     path.write_text(path.read_text()[:-3])
     log(checkpoint_at(3, loss=1.0))
-    assert [int(row["step"]) for row in rows_of(path)] == [1, 3]
+    assert steps_of(path) == [1, 3]
 
 
 def test_close_twice_and_going_on_after_it_lose_nothing(log_at, checkpoint_at, tmp_path):
@@ -82,7 +82,7 @@ def test_close_twice_and_going_on_after_it_lose_nothing(log_at, checkpoint_at, t
         log(checkpoint_at(step, loss=1.0))
         log.close()
         log.close()
-    assert [int(row["step"]) for row in rows_of(path)] == [1, 2]
+    assert steps_of(path) == [1, 2]
     assert [child.name for child in path.parent.iterdir()] == [path.name]
 
 
@@ -95,26 +95,24 @@ def test_a_file_that_is_no_log_is_left_alone(log_at, checkpoint_at, tmp_path):
     assert path.read_text() == '{"name": "not a log"}\n'
 
 
-def test_a_metric_that_appears_later_adds_a_column_of_csv(checkpoint_at, tmp_path):
-    log = CSVLogger(tmp_path / "log.csv")
-    log(checkpoint_at(1, loss=1.0))
-    log(checkpoint_at(2, loss=0.5, val_loss=0.75))
-    log(checkpoint_at(3, loss=0.25))
+def logged(path, *rows, **options):
+    """The steps in a file of CSV after checkpoints of these steps, with metrics if not a loss."""
+    log = CSVLogger(path, **options)
+    for row in rows:
+        step, metrics = row if isinstance(row, tuple) else (row, {"loss": 0.5})
+        log(Checkpoint(step=step, state=None, metrics=metrics))
     log.close()
-    assert (tmp_path / "log.csv").read_text() == (
-        "step,elapsed_time,loss,val_loss\n1,0.0,1.0,\n2,0.0,0.5,0.75\n3,0.0,0.25,\n"
+    return steps_of(path)
+
+
+def test_a_metric_that_appears_later_adds_a_column_and_a_resumed_run_keeps_their_order(tmp_path):
+    path = tmp_path / "log.csv"
+    logged(path, 1, (2, {"loss": 0.25, "val_loss": 0.75}), 3)
+    logged(path, (4, {"val_loss": 1.0, "loss": 0.125}))
+    assert path.read_text() == (
+        "step,elapsed_time,loss,val_loss\n1,0.0,0.5,\n2,0.0,0.25,0.75\n3,0.0,0.5,\n"
+        "4,0.0,0.125,1.0\n"
     )
-
-
-def test_a_resumed_csv_keeps_the_order_of_its_columns(checkpoint_at, tmp_path):
-    log = CSVLogger(tmp_path / "log.csv")
-    log(checkpoint_at(1, loss=1.0, accuracy=0.5))
-    log.close()
-    log = CSVLogger(tmp_path / "log.csv")
-    log(checkpoint_at(2, accuracy=0.75, loss=0.5))
-    log.close()
-    assert (tmp_path / "log.csv").read_text().splitlines()[0] == "step,elapsed_time,loss,accuracy"
-    assert (tmp_path / "log.csv").read_text().splitlines()[2] == "2,0.0,0.5,0.75"
 
 
 def test_what_is_not_finite_is_null_in_json_and_readable_in_csv(checkpoint_at, tmp_path):
@@ -129,36 +127,26 @@ def test_what_is_not_finite_is_null_in_json_and_readable_in_csv(checkpoint_at, t
     assert float(row["bound"]) == math.inf
 
 
-def test_columns_are_separated_as_asked_also_where_a_file_is_continued(tmp_path, checkpoint_at):
+def test_columns_are_separated_as_asked_also_where_a_file_is_continued(tmp_path):
     path = tmp_path / "log.csv"
     for step in 1, 2:
-        log = CSVLogger(path, separator=";")
-        log(checkpoint_at(step, loss=0.5))
-        log.close()
+        with contextlib.closing(CSVLogger(path, separator=";")) as log:
+            log(Checkpoint(step=step, state=None, metrics={"loss": 0.5}))
     assert path.read_text() == "step;elapsed_time;loss\n1;0.0;0.5\n2;0.0;0.5\n"
     with pytest.raises(ValueError, match="single character, got ';;'"):
         CSVLogger(path, ";;")
 
 
-def logged(path, steps, **options):
-    log = CSVLogger(path, **options)
-    for step in steps:
-        log(Checkpoint(step=step, state=None, metrics={"loss": 0.5}))
-    log.close()
-    return [int(row["step"]) for row in rows_of(path)]
-
-
 def test_append_keeps_all_rows_or_none_of_a_file_that_exists(tmp_path):
     path = tmp_path / "log.csv"
-    assert logged(path, (1, 2, 3)) == [1, 2, 3]
-    assert logged(path, (1, 2, 3, 2), append=True) == [1, 2, 3, 1, 2]
-    assert logged(path, (4, 5), append=False) == [4, 5]
+    assert logged(path, 1, 2, 3) == [1, 2, 3]
+    assert logged(path, 1, 2, 3, 2, append=True) == [1, 2, 3, 1, 2]
+    assert logged(path, 4, 5, append=False) == [4, 5]
 
 
 def test_the_path_has_the_name_of_keras_too(tmp_path, checkpoint_at):
-    log = CSVLogger(filename=tmp_path / "log.csv")
-    log(checkpoint_at(1, loss=0.5))
-    log.close()
+    with contextlib.closing(CSVLogger(filename=tmp_path / "log.csv")) as log:
+        log(checkpoint_at(1, loss=0.5))
     assert (tmp_path / "log.csv").exists()
     for paths in {}, {"path": "a.csv", "filename": "b.csv"}:
         with pytest.raises(TypeError, match="CSVLogger needs one path"):
@@ -168,9 +156,7 @@ def test_the_path_has_the_name_of_keras_too(tmp_path, checkpoint_at):
 def test_append_refuses_a_file_with_other_columns(tmp_path, checkpoint_at):
     path = tmp_path / "log.csv"
     for metrics in {"loss": 1.0, "val_loss": 2.0}, {"loss": 1.0}:  # Validated less often.
-        log = CSVLogger(path, append=True)
-        log(checkpoint_at(1, **metrics))
-        log.close()
+        logged(path, (1, metrics), append=True)
     before = path.read_text()
     for metrics in {"loss": 1.0, "mae": 2.0}, {"error": 1.0}:
         with pytest.raises(ValueError, match="cannot append to .* it has step, .* run has step, "):
@@ -210,7 +196,6 @@ def test_epochs_are_those_of_keras_where_some_are_left_out_or_passed_over(log_at
 def test_evaluate_writes_a_row_without_an_epoch(tmp_path):
     model, x = make_model(), np.ones((8, 1), np.float32)
     fit(None, model, 1, [])
-    loss = model.evaluate(x, x, verbose=0, callbacks=[CSVLogger(tmp_path / "log.csv")])["loss"]
-    assert rows_of(tmp_path / "log.csv") == [
-        {"step": "2", "elapsed_time": "0.0", "loss": str(float(loss))}
-    ]
+    path = tmp_path / "log.csv"
+    loss = model.evaluate(x, x, verbose=0, callbacks=[CSVLogger(path)])["loss"]
+    assert rows_of(path) == [{"step": "2", "elapsed_time": "0.0", "loss": str(float(loss))}]

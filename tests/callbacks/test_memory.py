@@ -5,7 +5,6 @@ import mmap
 import jax
 
 from flaxfit.callbacks import MemoryReport
-from flaxfit.callbacks._memory import resident_bytes
 
 
 def test_memory_that_is_taken_is_reported(checkpoint_at):
@@ -17,7 +16,6 @@ def test_memory_that_is_taken_is_reported(checkpoint_at):
         taken.write(b"1" * n_bytes)
         after = report(checkpoint_at(2, loss=1.0)).metrics["host_memory_gb"]
     assert after - before > 0.9 * n_bytes / 1e9
-    assert resident_bytes() < 1e12
 
 
 def test_memory_of_devices_is_that_of_the_fullest(checkpoint_at, monkeypatch):

@@ -24,17 +24,9 @@ class MLP(nn.Module):
 
 def make_loop(callbacks=(), n_devices=1, *, stdout=False, **options):
     task = ff.TrainTask(MLP().apply, optax.sgd(0.1), "mse", [(X, X[:, :1])] * 6, **options)
-    return ff.TrainLoop(
-        init_of(MLP(), X.shape[1]),
-        task,
-        0,
-        n_steps=5,
-        n_steps_per_checkpoint=2,
-        devices=jax.devices()[:n_devices],
-        callbacks=callbacks,
-        grad_norm=True,
-        stdout=stdout,
-    )
+    options = {"n_steps": 5, "n_steps_per_checkpoint": 2, "grad_norm": True, "stdout": stdout}
+    options["devices"] = jax.devices()[:n_devices]
+    return ff.TrainLoop(init_of(MLP(), X.shape[1]), task, 0, callbacks=callbacks, **options)
 
 
 @pytest.mark.slow
@@ -54,14 +46,11 @@ def test_the_norms_of_groups_are_means_over_steps(n_devices):
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         norms["grads"].append(float(optax.tree.norm(grads["stem"])))
         norms["params"].append(float(np.linalg.norm(params["head"]["kernel"])))
-    first, second, _ = loop
-    assert first.metrics["grad_norm/stem/.*"] == pytest.approx(norms["grads"][0], rel=1e-5)
-    assert second.metrics["grad_norm/stem/.*"] == pytest.approx(
-        np.mean(norms["grads"][1:]), rel=1e-5
-    )
-    assert second.metrics["param_norm/head/kernel"] == pytest.approx(
-        np.mean(norms["params"][1:]), rel=1e-5
-    )
+    first, second = next(loop).metrics, next(loop).metrics
+    grads, params = np.mean(norms["grads"][1:]), np.mean(norms["params"][1:])
+    assert first["grad_norm/stem/.*"] == pytest.approx(norms["grads"][0], rel=1e-5)
+    assert second["grad_norm/stem/.*"] == pytest.approx(grads, rel=1e-5)
+    assert second["param_norm/head/kernel"] == pytest.approx(params, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -73,8 +62,10 @@ def test_the_gradients_of_frozen_parameters_count_as_nothing():
 
 
 def test_a_pattern_that_matches_nothing_lists_the_parameters():
-    with pytest.raises(ValueError, match=r"(?s)'body/.\*' matches no parameter.*stem/kernel"):
-        make_loop(Norms("body/.*"))
+    words = r"(?s)'body/.\*' matches no parameter.*stem/kernel"
+    for options in {"callbacks": Norms("body/.*")}, {"norms": "body/.*"}:
+        with pytest.raises(ValueError, match=words):
+            make_loop(**options)
 
 
 @pytest.mark.slow
@@ -89,19 +80,6 @@ def test_setting_them_within_a_span_restarts_its_count(capsys):
     assert "counting starts over" in capsys.readouterr().err
 
 
-def test_a_task_names_them_too():
-    assert "grad_norm/head/.*" in next(make_loop(norms="head/.*")).metrics
-    with pytest.raises(ValueError, match="matches no parameter"):
-        make_loop(norms="body/.*")
-
-
-@pytest.mark.slow
-def test_fit_reports_them_in_its_history():
-    model = ff.Model(MLP(), optax.sgd(0.1), "mse")
-    history = model.fit(X, X[:, :1], epochs=2, callbacks=[Norms("head/.*")], verbose=0)
-    assert len(history["param_norm/head/.*"]) == 2
-
-
-def test_two_of_them_add_up():
-    loop = make_loop([Norms("stem/.*"), Norms("head/.*")])
-    assert {"grad_norm/stem/.*", "grad_norm/head/.*"} <= next(loop).metrics.keys()
+def test_those_of_callbacks_and_of_the_task_add_up():
+    loop = make_loop([Norms("stem/.*"), Norms("head/.*")], norms=".*")
+    assert {f"grad_norm/{name}.*" for name in ("stem/", "head/", "")} <= next(loop).metrics.keys()

@@ -1,5 +1,6 @@
 """Tables of embeddings, read back with the projector of TensorBoard."""
 
+import contextlib
 import sys
 import types
 from importlib.util import find_spec
@@ -46,13 +47,6 @@ class Text(nnx.Module):
 MAKE = {"linen": Linen, "nnx": lambda: Text(nnx.Rngs(0))}
 
 
-def fit(module, log, **options):
-    model = ff.Model(module, optax.sgd(0.1), "mse", **options)
-    model.fit(tokens, y, batch_size=4, epochs=2, verbose=0, callbacks=[log])
-    log.close()
-    return model.state.params
-
-
 def read(folder):
     """The tables and labels that the projector reads, by the names of the tables."""
     sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
@@ -81,8 +75,9 @@ STRATEGIES = {
 @pytest.mark.parametrize(("strategy", "kind"), diagonal(STRATEGIES, MAKE))
 def test_tables_are_those_of_the_last_epoch_by_the_paths_of_layers(tmp_path, kind, strategy):
     log = TensorBoardLogger(tmp_path, embeddings_freq=1, embeddings_metadata={"word": WORDS})
-    params = fit(MAKE[kind](), log, strategy=STRATEGIES[strategy]())
-    found = read(tmp_path)
+    model = ff.Model(MAKE[kind](), optax.sgd(0.1), "mse", strategy=STRATEGIES[strategy]())
+    model.fit(tokens, y, batch_size=4, epochs=2, verbose=0, callbacks=[log])
+    params, found = model.state.params, read(tmp_path)
     assert set(found) == {"word", "kind"}
     for name, (table, _) in found.items():
         np.testing.assert_allclose(table, params[name]["embedding"], rtol=1e-6)
@@ -91,12 +86,15 @@ def test_tables_are_those_of_the_last_epoch_by_the_paths_of_layers(tmp_path, kin
     assert not list(tmp_path.rglob("*.new"))
 
 
-def test_a_lone_layer_has_the_labels_of_a_file_beside_the_events(tmp_path):
-    log = TensorBoardLogger(
-        tmp_path, split=True, embeddings_freq=2, embeddings_metadata="words.tsv"
-    )
-    model = ff.Model(nn.Embed(3, 2), optax.sgd(0.1), "mse")
-    model.fit(tokens, np.ones((4, 2, 2), np.float32), epochs=2, verbose=0, callbacks=[log])
+def test_a_lone_layer_has_the_labels_of_a_file_beside_the_events(
+    tmp_path, make_loop, checkpoint_at
+):
+    options = {"embeddings_freq": 2, "embeddings_metadata": "words.tsv"}
+    log = TensorBoardLogger(tmp_path, split=True, **options)
+    state = ff.InferenceState(np.int32(1), {"embedding": np.ones((3, 2))}, {})
+    log.attach(make_loop(state=state))
+    log(checkpoint_at(1, state=state))
+    log.close()
     ((name, (table, labels)),) = read(tmp_path / "train").items()
     assert (name, table.shape, labels) == ("embedding", (3, 2), "words.tsv")
 
@@ -120,43 +118,35 @@ def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path, module, me
 
 
 @pytest.mark.parametrize(
-    ("text", "n_labels"),
+    ("text", "n_labels", "split"),
     [
-        ("a\nb\nc", 3),
-        ("a\n\nb\nc\r\n\n", 3),
-        ("word\tkind\na\t0\nb\t1\nc\t2\n", 3),
-        ("a\nb\n", 2),
-        ("a\nb\nc\nd\n", 4),
-        ("a\t0\nb\t1\nc\t2\n", 2),
-        ("", 0),
+        ("a\nb\nc", 3, True),
+        ("a\n\nb\nc\r\n\n", 3, False),
+        ("word\tkind\na\t0\nb\t1\nc\t2\n", 3, False),
+        ("a\nb\n", 2, True),
+        ("a\nb\nc\nd\n", 4, False),
+        ("a\t0\nb\t1\nc\t2\n", 2, False),
+        ("", 0, False),
     ],
 )
-@pytest.mark.parametrize("split", [False, True])
-def test_a_file_has_a_label_for_each_row(tmp_path, capsys, text, n_labels, split):
+def test_a_file_has_a_label_for_each_row(
+    tmp_path, make_loop, checkpoint_at, capsys, text, n_labels, split
+):
     folder = tmp_path / "train" if split else tmp_path
     folder.mkdir(exist_ok=True)
-    file = folder / "words.tsv"
-    file.write_text(text, newline="")
+    (folder / "words.tsv").write_text(text, newline="")
     options = {"embeddings_freq": 1, "embeddings_metadata": {"word": "words.tsv"}, "split": split}
-    if n_labels == 3:
-        fit(Linen(), TensorBoardLogger(tmp_path, **options))
-        assert (folder / "projector_config.pbtxt").exists()
-        return
-    with pytest.raises(ValueError, match=f"has {n_labels} labels for the 3 rows of 'word': .*tsv"):
-        fit(Linen(), TensorBoardLogger(tmp_path, **options))
-    assert [*folder.iterdir()] == [file]
-    # Where it comes later, training goes on without it.
-    file.unlink()
     log = TensorBoardLogger(tmp_path, **options)
-
-    def write_file(checkpoint):
-        file.write_text(text)
-
-    model = ff.Model(Linen(), optax.sgd(0.1), "mse")
-    model.fit(tokens, y, batch_size=4, verbose=0, callbacks=[write_file, log])
+    state = ff.InferenceState(np.int32(1), {"word": {"embedding": np.ones((3, 2))}}, {})
+    words = f"has {n_labels} labels for the 3 rows of 'word': .*tsv"
+    with contextlib.nullcontext() if n_labels == 3 else pytest.raises(ValueError, match=words):
+        log.attach(make_loop(state=state))
+    assert [path.name for path in folder.iterdir()] == ["words.tsv"]
+    # Where the file comes later, training goes on without it.
+    log(checkpoint_at(1, state=state))
     log.close()
-    assert model.step == 1 and not (folder / "projector_config.pbtxt").exists()
-    assert f"has {n_labels} labels" in capsys.readouterr().err
+    assert (folder / "projector_config.pbtxt").exists() == (n_labels == 3)
+    assert (f"has {n_labels} labels" in capsys.readouterr().err) == (n_labels != 3)
 
 
 def test_labels_need_tables(tmp_path):

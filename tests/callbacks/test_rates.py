@@ -1,9 +1,12 @@
 """Callbacks that set the learning rate, in a real loop."""
 
+import re
+
 import jax
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from loops import given
 
 import flaxfit as ff
@@ -13,22 +16,20 @@ from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, list
 X = np.ones((8, 1), np.float32)
 
 
-def make_loop(callbacks, optimizer=None, n_steps=6, init=None):
-    task = ff.TrainTask(
-        lambda v, x, **_: (x * v["params"]["w"] + v["params"]["b"], {}),
-        optimizer or optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
-        lambda outputs, targets: 0 * outputs,
-        [(X, X)] * 20,
-    )
-    return ff.TrainLoop(
-        init or given(lambda rngs, x: {"params": {"w": np.zeros(1), "b": np.zeros(1)}}),
-        task,
-        0,
-        n_steps=n_steps,
-        callbacks=callbacks,
-        stdout=False,
-        devices=jax.devices()[:1],
-    )
+def apply(variables, x, **_):
+    return x * variables["params"]["w"] + variables["params"]["b"], {}
+
+
+@given
+def zeros(rngs, x):
+    return {"params": {"w": np.zeros(1), "b": np.zeros(1)}}
+
+
+def make_loop(callbacks, optimizer=None, n_steps=6, init=zeros):
+    optimizer = optimizer or optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    task = ff.TrainTask(apply, optimizer, lambda outputs, _: 0 * outputs, [(X, X)] * 20)
+    options = {"n_steps": n_steps, "devices": jax.devices()[:1], "stdout": False}
+    return ff.TrainLoop(init, task, 0, callbacks=callbacks, **options)
 
 
 def rates_of(loop):
@@ -39,56 +40,66 @@ def test_a_scheduler_sets_the_rate_of_the_steps_up_to_the_next_checkpoint():
     seen = []
 
     def schedule(step, rate):
-        seen.append((step, rate))
+        seen.append((step, round(rate, 6)))
         return 0.1 * (step + 1)
 
-    assert rates_of(make_loop(LearningRateScheduler(schedule), n_steps=3)) == [0.1, 0.2, 0.3]
-    assert [step for step, _ in seen] == [0, 1, 2]
-    assert seen[0][1] == 1.0
+    def keep_less(checkpoint):  # It leaves the state of the loop alone.
+        return checkpoint.replace(state=checkpoint.state.for_inference())
+
+    loop = make_loop([LearningRateScheduler(schedule), keep_less], n_steps=3)
+    assert rates_of(loop) == [0.1, 0.2, 0.3]
+    assert seen == [(0, 1.0), (1, 0.1), (2, 0.2)]
 
 
-def plateau_with(losses, n_steps=6, **options):
-    """The rates of a loop in which the watched metric takes these values."""
-    values = iter(losses)
+DEFINED = ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "rates"),
+    [
+        ([5, 4, 4, 4, 4, 3], {"patience": 2}, [1, 1, 1, 1, 0.5, 0.5]),
+        ([5, 4, 4, 4, 4, 3], {"patience": 2, "optimizer": DEFINED}, [1, 1, 1, 1, 0.5, 0.5]),
+        ([5, 5, 5, 4, 4, 4, 4], {"patience": 2}, [1, 1, 1, 0.5, 0.5, 0.5, 0.25]),
+        ([5] * 6, {}, [1, 1, 0.5, 0.25, 0.125, 0.0625]),
+        ([5] * 6, {"cooldown": 3}, [1, 1, 0.5, 0.5, 0.5, 0.25]),
+        ([5] * 6, {"min_lr": 0.3}, [1, 1, 0.5, 0.3, 0.3, 0.3]),
+        ([5, 4.95, 4.9], {"min_delta": 0.2}, [1, 1, 0.5]),
+        ([np.nan] * 3, {}, [1, 0.5, 0.25]),
+        ([np.nan] * 3, {"verbose": 0}, [1, 0.5, 0.25]),
+    ],
+)
+def test_a_plateau_halves_the_rate_for_the_steps_after_it(losses, options, rates, capsys):
+    options, values = {"patience": 1, **options}, iter(losses)
+    optimizer = options.pop("optimizer", None)
 
     def measure(checkpoint):
         return checkpoint.with_metrics({"val_loss": next(values)})
 
-    plateau = ReduceLROnPlateau(factor=0.5, **options)
-    return rates_of(make_loop([measure, plateau], n_steps=n_steps))
+    callbacks = [measure, ReduceLROnPlateau(factor=0.5, **options)]
+    assert rates_of(make_loop(callbacks, optimizer, n_steps=len(losses))) == rates
+    best = "never was finite" if np.isnan(losses[0]) else r"stands at \d"
+    said = re.search(f"val_loss {best}, learning rate lowered to 0.5", capsys.readouterr().err)
+    assert (said is None) == (options.get("verbose") == 0)
 
 
-def test_a_plateau_halves_the_rate_for_the_steps_after_it():
-    assert plateau_with([5, 4, 4, 4, 4, 3], patience=2) == [1, 1, 1, 1, 0.5, 0.5]
-
-
-def test_a_plateau_counts_anew_after_a_reduction_and_an_improvement():
-    assert plateau_with([5, 5, 5, 4, 4, 4, 4], 7, patience=2) == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
-
-
-def test_a_plateau_does_not_count_while_it_cools_down():
-    losses = [5] * 6
-    assert plateau_with(losses, patience=1) == [1, 1, 0.5, 0.25, 0.125, 0.0625]
-    assert plateau_with(losses, patience=1, cooldown=3) == [1, 1, 0.5, 0.5, 0.5, 0.25]
-
-
-def test_a_plateau_stops_at_the_lowest_rate():
-    assert plateau_with([5] * 6, patience=1, min_lr=0.3) == [1, 1, 0.5, 0.3, 0.3, 0.3]
-
-
-def test_an_improvement_by_less_than_the_least_is_none():
-    assert plateau_with([5, 4.95, 4.9], 3, patience=1, min_delta=0.2)[-1] == 0.5
+@pytest.mark.slow
+def test_a_plateau_lowers_the_rate_of_a_plain_optimizer_in_fit():
+    model = ff.Model(nn.Dense(1), optax.sgd(0.125), "mse")
+    plateau = ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9)
+    history = model.fit(X, X, epochs=4, callbacks=[plateau], verbose=0)
+    assert history["learning_rate"] == [0.125, 0.125, 0.0625, 0.03125]
 
 
 def test_a_plateau_goes_on_counting_after_a_restart():
     first, second = ReduceLROnPlateau("loss", patience=3), ReduceLROnPlateau("loss", patience=3)
+    checkpoint = ff.Checkpoint(step=1, state=None, metrics={"loss": 1.0})
     first.attach(make_loop([]))
-    for loss in (1.0, 1.0, 1.0):
-        first(ff.Checkpoint(step=1, state=None, metrics={"loss": loss}))
+    for _ in range(3):
+        first(checkpoint)
     loop = make_loop([])
     second.attach(loop)
     second.set_state(first.get_state())
-    second(ff.Checkpoint(step=4, state=None, metrics={"loss": 1.0}))
+    second(checkpoint)
     assert loop.hyperparams["learning_rate"] == pytest.approx(0.1)
 
 
@@ -97,33 +108,30 @@ def test_each_group_is_lowered_by_itself_or_all_together():
         ("w", ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0)),
         ("b", ff.optim.OptimizerDef(optax.sgd, learning_rate=0.5)),
     )
-    one = ReduceLROnPlateau("loss", factor=0.1, patience=1, group="b")
-    loop = make_loop(one, optimizer, n_steps=2)
-    list(loop)
-    assert loop.hyperparams["w"]["learning_rate"] == 1.0
-    assert loop.hyperparams["b"]["learning_rate"] == pytest.approx(0.05)
-    both = ReduceLROnPlateau("loss", factor=0.1, patience=1)
-    loop = make_loop(both, optimizer, n_steps=3)
-    checkpoint = list(loop)[-1]
-    assert checkpoint.metrics["learning_rate/w"] == pytest.approx(0.1)
-    assert checkpoint.metrics["learning_rate/b"] == pytest.approx(0.05)
+    for group, rate_of_w in ("b", 1.0), (None, 0.1):
+        plateau = ReduceLROnPlateau("loss", factor=0.1, patience=1, group=group)
+        checkpoint = list(make_loop(plateau, optimizer, n_steps=3))[-1]
+        assert checkpoint.metrics["learning_rate/w"] == pytest.approx(rate_of_w)
+        assert checkpoint.metrics["learning_rate/b"] == pytest.approx(0.05)
+
+
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
 
 
 @pytest.mark.parametrize(
-    "callback", [ReduceLROnPlateau("loss"), LearningRateScheduler(lambda step, rate: rate)]
+    ("optimizer", "words"),
+    [
+        (optax.contrib.dadapt_adamw(0.1), r"cannot set the learning rate.*OptimizerDef"),
+        (optax.sgd(SCHEDULE), r"cannot set the learning rate.*OptimizerDef"),
+        (
+            ff.optim.OptimizerDef(optax.sgd, learning_rate=SCHEDULE),
+            r"made with a schedule.*optax.adam\(1e-3\)",
+        ),
+    ],
 )
-def test_an_optimizer_whose_rate_cannot_be_set_is_refused_at_once(callback):
-    schedule = optax.linear_schedule(0.1, 0.0, 10)
-    for optimizer in optax.contrib.dadapt_adamw(0.1), optax.sgd(schedule):
-        with pytest.raises(ValueError, match=r"cannot set the learning rate.*OptimizerDef"):
-            make_loop(callback, optimizer)
-
-
-def test_an_optimizer_with_a_schedule_is_refused_at_once():
-    schedule = optax.linear_schedule(0.1, 0.0, 10)
-    optimizer = ff.optim.OptimizerDef(optax.sgd, learning_rate=schedule)
-    for callback in ReduceLROnPlateau("loss"), LearningRateScheduler(lambda epoch: 0.1):
-        with pytest.raises(ValueError, match=r"made with a schedule.*optax.adam\(1e-3\)"):
+def test_an_optimizer_whose_rate_cannot_be_set_is_refused_at_once(optimizer, words):
+    for callback in ReduceLROnPlateau("loss"), LearningRateScheduler(lambda step, rate: rate):
+        with pytest.raises(ValueError, match=words):
             make_loop(callback, optimizer)
 
 
@@ -133,26 +141,20 @@ def test_wrong_options_of_a_plateau_are_refused(options):
         ReduceLROnPlateau(**options)
 
 
-def test_without_a_loop_they_say_where_they_belong():
+def test_without_a_loop_they_say_where_they_belong(checkpoint_at):
     scheduler = LearningRateScheduler(lambda step, rate: rate)
     with pytest.raises(ValueError, match="callbacks of a loop"):
-        scheduler(ff.Checkpoint(step=1, state=None, metrics={}))
+        scheduler(checkpoint_at(1))
 
 
 def test_a_group_is_meant_by_its_position_as_in_the_loop():
     """Whatever the alphabet says, and though another group holds no rate."""
-    groups = ff.optim.MultiOptimizer(
-        ("w", ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0)),
-        ("b", ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0)),
-    )
+    groups = ff.optim.MultiOptimizer(("w", DEFINED), ("b", DEFINED))
     loop = make_loop(LearningRateScheduler(lambda step, rate: 0.5, group=0), groups)
     next(loop)
     assert loop.hyperparams == {"w": {"learning_rate": 0.5}, "b": {"learning_rate": 1.0}}
     assert list(loop.hyperparams) == ["w", "b"]
-
-    plain_first = ff.optim.MultiOptimizer(
-        ("w", optax.sgd(1.0)), ("b", ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0))
-    )
+    plain_first = ff.optim.MultiOptimizer(("w", optax.sgd(1.0)), ("b", DEFINED))
     with pytest.raises(ValueError, match="holds none in group 0"):
         next(make_loop(LearningRateScheduler(lambda step, rate: 0.5, group=0), plain_first))
     with pytest.raises(ValueError, match=r"no group 5(.|\n)*'w', 'b'"):
@@ -160,18 +162,17 @@ def test_a_group_is_meant_by_its_position_as_in_the_loop():
 
 
 def test_groups_within_groups_have_their_rates_set_and_reported():
-    inner = ff.optim.MultiOptimizer(("w", ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0)))
-    outer = ff.optim.MultiOptimizer((".*", inner))
-    loop = make_loop(LearningRateScheduler(lambda step, rate: 0.5 * rate, group=".*"), outer)
-    assert next(loop).metrics["learning_rate/w"] == 0.5
-    assert next(loop).metrics["learning_rate/w"] == 0.25
+    outer = ff.optim.MultiOptimizer((".*", ff.optim.MultiOptimizer(("w", DEFINED))))
+    scheduler = LearningRateScheduler(lambda step, rate: 0.5 * rate, group=".*")
+    loop = make_loop(scheduler, outer, n_steps=2)
+    assert [checkpoint.metrics["learning_rate/w"] for checkpoint in loop] == [0.5, 0.25]
 
 
 @pytest.mark.slow
 def test_a_checkpoint_file_holds_the_rate_that_was_set_at_it(tmp_path):
     """A run that is killed right after it continues as the whole one does."""
 
-    def make(folder, init=None):
+    def make(folder, init=zeros):
         plateau = ReduceLROnPlateau("loss", factor=0.5, patience=2)
         save = CheckpointFileWriter(tmp_path / folder, keep=None)
         return make_loop([save, plateau], init=init)
@@ -194,14 +195,6 @@ def test_a_checkpoint_has_the_rates_that_callbacks_set_and_the_users_come_after_
     loop.set_hyperparams(learning_rate=0.25)
     assert ff.optim.hyperparams(first.state.opt_state)["learning_rate"] == 0.5
     assert next(loop).metrics["learning_rate"] == 0.25
-
-
-def test_a_rate_is_set_beside_a_callback_that_keeps_less_of_the_state():
-    def keep_less(checkpoint):
-        return checkpoint.replace(state=checkpoint.state.for_inference())
-
-    schedule = LearningRateScheduler(lambda step, rate: 0.1 * (step + 1))
-    assert rates_of(make_loop([schedule, keep_less], n_steps=3)) == [0.1, 0.2, 0.3]
 
 
 def test_a_rate_that_is_set_after_an_interrupt_does_not_come_back_in_a_later_checkpoint():
@@ -301,8 +294,3 @@ def test_a_restored_state_gets_the_rate_of_its_position():
 def test_every_spares_a_scheduler_checkpoints():
     scheduler = every(2, LearningRateScheduler(lambda step, rate: rate / 2))
     assert rates_of(make_loop(scheduler, n_steps=5)) == [0.5, 0.5, 0.25, 0.25, 0.125]
-
-
-def test_a_metric_that_never_was_finite_lowers_the_rate(capsys):
-    assert plateau_with([np.nan] * 3, 3, patience=1)[-1] == 0.25
-    assert "val_loss never was finite, learning rate lowered to 0.5" in capsys.readouterr().err

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from loops import init_of
+from loops import assert_equal, init_of
 from marks import thorough
 
 import flaxfit as ff
@@ -21,10 +21,10 @@ class Net(nn.Module):
         return nn.Dense(1)(nn.BatchNorm(use_running_average=False)(x))
 
 
-def batches(bad, n=12):
+def batches(bad):
     """Batches of which some hold a value that is not finite."""
     rng = np.random.default_rng(0)
-    for i in range(1, n + 1):
+    for i in range(1, 13):
         x = rng.normal(size=(4, 3)).astype(np.float32)
         yield (x * np.nan if i in bad else x), x.sum(1, keepdims=True)
 
@@ -43,15 +43,9 @@ def test_the_run_goes_on_from_the_last_good_state():
     assert [c.metrics["rollbacks"] for c in found.values()] == [0, 0, 1, 1, 2, 2]
     assert np.isnan(found[6].loss) and np.isfinite(found[8].loss)
     # Batches 5 and 6 are skipped, with all that the model has kept of them.
-    fields = ("params", "opt_state", "model_state")
     for after, before in ((6, 4), (10, 8)):
-        for field in fields:
-            pairs = zip(
-                jax.tree.leaves(getattr(found[after].state, field)),
-                jax.tree.leaves(getattr(found[before].state, field)),
-                strict=True,
-            )
-            assert all(np.array_equal(a, b) for a, b in pairs)
+        for field in ("params", "opt_state", "model_state"):
+            assert_equal(getattr(found[after].state, field), getattr(found[before].state, field))
         assert int(found[after].state.step) == after
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loop.state.params))
 
@@ -60,33 +54,27 @@ def definition(rate):
     return ff.optim.OptimizerDef(optax.sgd, learning_rate=rate)
 
 
+OPTIMIZERS = {
+    "constant": definition(0.5),
+    "schedule": definition(optax.constant_schedule(0.5)),
+    "groups": ff.optim.MultiOptimizer((".*", definition(0.5))),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("kind", [thorough("constant"), thorough("schedule"), "groups"])
 def test_a_rate_that_was_set_stays_when_the_state_goes_back(kind, is_first):
     """Also one that was set at the very checkpoint that is gone back to."""
-    optimizer = {
-        "constant": definition(0.5),
-        "schedule": definition(optax.constant_schedule(0.5)),
-        "groups": ff.optim.MultiOptimizer((".*", definition(0.5))),
-    }[kind]
 
-    class Lower:
-        def attach(self, loop):
-            self.loop = loop
-
-        def __call__(self, checkpoint):
-            if checkpoint.step == 2:
-                self.loop.set_hyperparams(learning_rate=0.25)
+    def lower(checkpoint):
+        if checkpoint.step == 2:
+            loop.set_hyperparams(learning_rate=0.25)
 
     data = [(ONE, ONE), (ONE, ONE), (ONE * np.inf, ONE), (ONE, ONE)]
-    task = ff.TrainTask(lambda v, x, **_: (v["params"]["w"] * x, {}), optimizer, "mse", data)
-    callbacks = [Lower(), Rollback()][:: 1 if is_first else -1]
-
-    def init(rngs, x):
-        return {"params": {"w": np.zeros(1, np.float32)}}
-
-    loop = ff.TrainLoop(init, task, 0, callbacks=callbacks, stdout=False)
+    task = ff.TrainTask(nn.Dense(1).apply, OPTIMIZERS[kind], "mse", data)
+    callbacks = [lower, Rollback()][:: 1 if is_first else -1]
+    loop = ff.TrainLoop(init_of(nn.Dense(1), 1), task, 0, callbacks=callbacks, stdout=False)
     found = [checkpoint.metrics for checkpoint in loop]
     assert [each["rollbacks"] for each in found] == [0, 0, 1, 1]
     name = "learning_rate/.*" if kind == "groups" else "learning_rate"
@@ -98,8 +86,7 @@ def test_the_start_is_good():
     start = loop.state
     first = next(loop)
     assert first.metrics["rollbacks"] == 1
-    pairs = zip(jax.tree.leaves(first.state.params), jax.tree.leaves(start.params), strict=True)
-    assert all(np.array_equal(a, b) for a, b in pairs)
+    assert_equal(first.state.params, start.params)
     assert np.isfinite(next(loop).loss)
 
 
@@ -109,8 +96,8 @@ def test_parameters_that_are_not_finite_are_not_good():
         return (0 * outputs[:, 0]) ** 0.5
 
     task = ff.TrainTask(nn.Dense(1).apply, optax.sgd(1.0), loss, (ONE, ONE))
-    loop = ff.TrainLoop(nn.Dense(1).init, task, 0, n_steps=1, callbacks=[Rollback()], stdout=False)
-    (checkpoint,) = loop
+    options = {"n_steps": 1, "callbacks": [Rollback()], "stdout": False}
+    (checkpoint,) = ff.TrainLoop(init_of(nn.Dense(1), 1), task, 0, **options)
     assert np.isfinite(checkpoint.loss) and checkpoint.metrics["rollbacks"] == 1
 
 
@@ -137,8 +124,7 @@ def test_each_event_is_in_the_history_of_fit():
 
 @pytest.mark.slow
 def test_what_was_put_back_is_what_is_saved(tmp_path):
-    for _ in make_loop({5}, [Rollback(), CheckpointFileWriter(tmp_path)], n_steps=6):
-        pass
+    list(make_loop({5}, [Rollback(), CheckpointFileWriter(tmp_path)], n_steps=6))
     found = CheckpointFileReader(tmp_path).read()
     assert found.metrics["rollbacks"] == 1 and found.step == 6
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.state.params))
@@ -146,7 +132,6 @@ def test_what_was_put_back_is_what_is_saved(tmp_path):
 
 def test_the_count_survives_a_restart():
     rollback, again = Rollback(), Rollback()
-    for _ in make_loop({2}, [rollback], n_steps=2):
-        pass
+    next(make_loop({2}, [rollback]))
     again.set_state(rollback.get_state())
     assert again.n_rollbacks == 1

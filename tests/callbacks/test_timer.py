@@ -3,6 +3,7 @@
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from loops import make_weight_loop
 
 import flaxfit as ff
@@ -50,21 +51,19 @@ def test_steps_are_counted_from_when_the_timer_is_attached():
 
 
 def test_time_that_callbacks_use_up_takes_no_further_step():
-    callbacks = timed(seconds=50)
+    clock, timer = timed(seconds=50)
 
     def evaluate(checkpoint):
-        callbacks[0].now += 60
+        clock.now += 60
 
-    loop = make_loop([evaluate, *callbacks])
+    loop = make_loop([evaluate, clock, timer])
     assert [(c.step, c.stop) for c in loop] == [(1, True)]
 
 
 def test_what_was_used_before_a_resume_counts():
-    first = timed(seconds=7, n_steps=50)
-    loop = make_loop(first)
+    loop = make_loop(first := timed(seconds=7, n_steps=50))
     assert [c.step for c in loop.run(5)] == [1, 5]
-    second = timed(seconds=7, n_steps=50)
-    loop.callbacks = second
+    loop.callbacks = second = timed(seconds=7, n_steps=50)
     second[1].set_state(first[1].get_state())
     assert [c.step for c in loop] == [7]
 
@@ -76,8 +75,6 @@ def test_a_timer_needs_a_budget(options):
 
 
 def test_fit_ends_with_the_budget():
-    from flax import linen as nn
-
     model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
     history = model.fit(x, 2 * x, batch_size=2, epochs=9, callbacks=[Timer(n_steps=6)], verbose=0)
     assert history.steps == [4, 6]

@@ -1,10 +1,13 @@
 """Unfreeze: frozen parameters begin to move when they should, and only then."""
 
+import itertools
+
 import flax.linen as nn
-import jax
 import numpy as np
 import optax
 import pytest
+from loops import assert_equal, init_of
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.callbacks import Unfreeze
@@ -20,20 +23,16 @@ def moves(checkpoints, start):
     """The layers that each checkpoint has moved."""
     found, before = [], start
     for checkpoint in checkpoints:
-        params = checkpoint.state.params
-        found.append(
-            "".join(
-                str(i)
-                for i in range(3)
-                if (params[f"layers_{i}"]["kernel"] != before[f"layers_{i}"]["kernel"]).any()
-            )
-        )
-        before = params
+        now = checkpoint.state.params
+        kernels = [(now[name]["kernel"], before[name]["kernel"]) for name in sorted(now)]
+        found.append("".join(str(i) for i, (a, b) in enumerate(kernels) if (a != b).any()))
+        before = now
     return found
 
 
-def make_loop(callbacks, n_steps=5, init=module.init):
-    task = ff.TrainTask(module.apply, optax.adam(0.01), "mse", [(x, y)] * 9, freeze=FROZEN)
+def make_loop(callbacks, n_steps=5, init=None, freeze=FROZEN):
+    init = init or init_of(module, 4)
+    task = ff.TrainTask(module.apply, optax.adam(0.01), "mse", [(x, y)] * 9, freeze=freeze)
     return ff.TrainLoop(init, task, 0, n_steps=n_steps, callbacks=callbacks, stdout=False)
 
 
@@ -66,15 +65,6 @@ class Killed(Exception):
     pass
 
 
-def kill_at(step, *, borrows=False):
-    def kill(checkpoint):
-        if checkpoint.step == step:
-            raise Killed
-
-    vars(kill)["borrows"] = borrows
-    return kill
-
-
 def fit(folder, *callbacks, unfreezes=True, **options):
     model = ff.Model(module, optax.adam(0.01), "mse", freeze=FROZEN, **options)
     stages = [Unfreeze({1: "layers_1/.*", 3: ".*"})] if unfreezes else []
@@ -83,18 +73,31 @@ def fit(folder, *callbacks, unfreezes=True, **options):
     return model
 
 
+def fit_until(step, folder, *callbacks, borrows=False, **options):
+    """Fits until a callback raises at the checkpoint of a step."""
+
+    def kill(checkpoint):
+        if checkpoint.step == step:
+            raise Killed
+
+    vars(kill)["borrows"] = borrows
+    with pytest.raises(Killed):
+        fit(folder, *callbacks, kill, **options)
+
+
+MORE = {"clip_norm": 1.0, "ema": 0.9}
+USUAL = [(4, {}), (12, MORE)]
+REST = [case for case in itertools.product((4, 8, 12, 16, 20), ({}, MORE)) if case not in USUAL]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "ema": 0.9}], ids=["plain", "more"])
-@pytest.mark.parametrize("step", [4, 8, 12, 16, 20])
+@pytest.mark.parametrize(("step", "options"), [*USUAL, *(thorough(*case) for case in REST)])
 def test_a_fit_that_is_killed_in_any_stage_is_resumed_by_the_same_script(tmp_path, step, options):
     whole = fit(tmp_path / "whole", **options)
-    with pytest.raises(Killed):
-        fit(tmp_path / "killed", kill_at(step), **options)
+    fit_until(step, tmp_path / "killed", **options)
     resumed = fit(tmp_path / "killed", **options)
     assert resumed.freeze == whole.freeze == ()
-    jax.tree.map(
-        np.testing.assert_array_equal, resumed.state.replace(key=()), whole.state.replace(key=())
-    )
+    assert_equal(resumed.state.replace(key=()), whole.state.replace(key=()))
     again = fit(tmp_path / "killed", **options)  # It is complete.
     assert again.step == whole.step
 
@@ -115,16 +118,14 @@ class Slower:
 @pytest.mark.parametrize("borrows", [False, True])
 def test_a_rate_that_is_set_with_the_stage_is_resumed_with_it(tmp_path, borrows):
     whole = fit(tmp_path / "whole", Slower())
-    with pytest.raises(Killed):
-        fit(tmp_path / "killed", Slower(), kill_at(8, borrows=borrows))
+    fit_until(8, tmp_path / "killed", Slower(), borrows=borrows)
     resumed = fit(tmp_path / "killed", Slower())
-    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, whole.state.params)
+    assert_equal(resumed.state.params, whole.state.params)
 
 
 @pytest.mark.slow
 def test_a_run_of_another_model_is_told_of_as_such(tmp_path):
-    with pytest.raises(Killed):
-        fit(tmp_path, kill_at(8))
+    fit_until(8, tmp_path)
     other = ff.Model(nn.Dense(1), optax.adam(0.01), "mse", freeze="bias")
     with pytest.raises(ValueError, match="params/layers_0/bias is on disk, not here"):
         other.fit(x, y, verbose=0, callbacks=[Unfreeze({1: "bias"})], checkpoint_dir=tmp_path)
@@ -133,7 +134,7 @@ def test_a_run_of_another_model_is_told_of_as_such(tmp_path):
 @pytest.mark.slow
 def test_a_loop_with_a_reader_begins_with_what_was_trained(tmp_path):
     def loop(n_steps):
-        from_file = CheckpointFileReader(tmp_path, module.init)
+        from_file = CheckpointFileReader(tmp_path, init_of(module, 4))
         callbacks = [Unfreeze({2: "layers_1/.*", 4: ".*"}), CheckpointFileWriter(tmp_path)]
         return make_loop(callbacks, n_steps, init=from_file)
 
@@ -142,7 +143,7 @@ def test_a_loop_with_a_reader_begins_with_what_was_trained(tmp_path):
             list(first)
     whole = make_loop([Unfreeze({2: "layers_1/.*", 4: ".*"})], 7)
     list(whole)
-    jax.tree.map(np.testing.assert_array_equal, first.state.params, whole.state.params)
+    assert_equal(first.state.params, whole.state.params)
 
 
 @pytest.mark.slow
@@ -150,8 +151,7 @@ def test_without_an_unfreeze_another_freeze_is_an_error_that_names_what_was_froz
     fit(tmp_path / "all")
     with pytest.raises(ValueError, match="Frozen in the saved run: nothing"):
         fit(tmp_path / "all", unfreezes=False)
-    with pytest.raises(Killed):
-        fit(tmp_path / "some", kill_at(12))
+    fit_until(12, tmp_path / "some")
     with pytest.raises(ValueError, match="Frozen in the saved run: layers_0/bias, layers_0/kernel"):
         fit(tmp_path / "some", unfreezes=False)
 
@@ -162,12 +162,8 @@ def test_a_schedule_that_can_never_act_is_refused(schedule):
         Unfreeze(schedule)
 
 
-def test_a_pattern_that_matches_nothing_is_refused():
+def test_a_pattern_that_matches_nothing_and_a_task_that_freezes_nothing_are_refused():
     with pytest.raises(ValueError, match=r"matches no parameter; frozen are: layers_0/bias"):
         make_loop([Unfreeze({1: "layer_1/.*"})])
-
-
-def test_a_task_that_freezes_nothing_is_refused():
-    task = ff.TrainTask(module.apply, optax.adam(0.01), "mse", (x, y))
     with pytest.raises(ValueError, match="the task freezes no parameter"):
-        ff.TrainLoop(module.init, task, 0, callbacks=[Unfreeze({1: ".*"})], stdout=False)
+        make_loop([Unfreeze({1: ".*"})], freeze=())

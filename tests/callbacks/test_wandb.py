@@ -52,20 +52,21 @@ def records(path):
             parts = []
 
 
+def name_of(item):
+    return item.key or item.nested_key[0]
+
+
 def rows(folder):
     """What was logged in each run of a folder, in the order of the runs."""
     wandb.teardown()  # Ends the process that writes the files, and so waits for it.
     found = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        history = [r.history for r in records(path) if r.WhichOneof("record_type") == "history"]
-        found += [
-            {
-                (item.key or item.nested_key[0]): json.loads(item.value_json)
-                for item in record.item
-                if not (item.key or item.nested_key[0]).startswith("_")
-            }
-            for record in history
-        ]
+        for record in records(path):
+            if record.WhichOneof("record_type") == "history":
+                values = {
+                    name_of(item): json.loads(item.value_json) for item in record.history.item
+                }
+                found.append({name: v for name, v in values.items() if not name.startswith("_")})
     return found
 
 
@@ -76,9 +77,7 @@ def test_the_rows_of_the_run_are_the_metrics_of_the_checkpoints(tmp_path):
     assert rows(tmp_path) == [{"step": c.step, **c.scalars} for c in checkpoints]
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     configs = [item for r in records(path) for item in r.run.config.update]
-    assert ("rate", "0.1") in [
-        (item.key or item.nested_key[0], item.value_json) for item in configs
-    ]
+    assert ("rate", "0.1") in [(name_of(item), item.value_json) for item in configs]
 
 
 def test_a_resumed_run_is_the_same_run_and_may_go_back(tmp_path, checkpoint_at):

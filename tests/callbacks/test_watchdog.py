@@ -47,28 +47,22 @@ def batches():
             os.kill(os.getpid(), signal.SIGTERM)
         yield x, x
 
-callbacks = {
-    "hang": [Watchdog(1.0)],
-    "prefetched": [Watchdog(1.0)],
-    "first": [Watchdog(1.0)],
-    "validation": [Watchdog(1.0)],
-    "deadline": [SaveOnSignal(grace_seconds=1.0), CheckpointFileWriter(folder)],
-    "resumed": [SaveOnSignal(grace_seconds=1.0), CheckpointFileWriter(folder)],
-    "signal": [SaveOnSignal(), CheckpointFileWriter(folder)],
-    "cleanup": [SaveOnSignal(grace_seconds=1.0), CheckpointFileWriter(folder)],
-}[case]
+if case in ("hang", "prefetched", "first", "validation"):
+    callbacks = [Watchdog(1.0)]
+else:
+    grace_seconds = 60.0 if case == "signal" else 1.0
+    callbacks = [SaveOnSignal(grace_seconds=grace_seconds), CheckpointFileWriter(folder)]
+init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+apply = lambda v, x, **_: (v["params"] * x, {})
 if case in ("first", "validation"):
-    init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
-    net = (init, lambda v, x, **_: (v["params"] * x, {}))
-    model = ff.Model(net, optax.sgd(0.1), "mse")
+    model = ff.Model((init, apply), optax.sgd(0.1), "mse")
     if case == "first":
         model.fit(batches, callbacks=callbacks, verbose=0)
     model.fit(x, x, batch_size=8, verbose=0)
     # A later call is guarded, too.
     model.fit(x, x, batch_size=8, validation_data=batches, callbacks=callbacks, verbose=0)
 data = ff.data.prefetch(batches) if case == "prefetched" else batches
-task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", data)
-init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+task = ff.TrainTask(apply, optax.sgd(0.1), "mse", data)
 if case == "resumed":
     save(folder, ff.init_state(init, task.optimizer, 0, (x,)).replace_step(7))
     init = CheckpointFileReader(folder, init)
@@ -108,19 +102,12 @@ def ended(tmp_path_factory, run_child):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CODES)
-def test_a_process_ends_with_its_code(ended, case):
+def test_a_process_ends_with_its_code_and_names_the_hung_line_of_a_data_loader(ended, case):
     words, code = ended[case]
     assert code == CODES[case], words
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["hang", "prefetched", "first", "validation", "deadline", "resumed"]
-)
-def test_the_hung_line_of_a_data_loader_is_named(ended, case):
-    words, code = ended[case]
-    assert f"the process ends with code {code} ({CODES[case].name})" in words
-    assert "in batches\n    wait_for_the_file_server()" in words
+    if case not in ("signal", "cleanup"):
+        assert f"the process ends with code {code} ({CODES[case].name})" in words
+        assert "in batches\n    wait_for_the_file_server()" in words
 
 
 @pytest.mark.slow
@@ -132,28 +119,19 @@ def test_what_is_said_of_a_signal(ended):
     assert "step 6 has not ended for 1." in ended["hang"][0]
 
 
-def run(callback, hold):
-    """Trains a few steps with code of one's own that takes its time at each checkpoint."""
-    with make_weight_loop([callback]) as loop:
-        for _ in loop:
-            hold()
+@pytest.mark.slow
+def test_code_of_ones_own_is_not_watched():
+    # Had it been counted, this process would have ended.
+    for _ in make_weight_loop([Watchdog(seconds := 0.2, slow_seconds=60)]):
+        threading.Event().wait(2 * seconds)
 
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "flaxfit-watchdog"]
 
 
-@pytest.mark.slow
-def test_code_of_ones_own_is_not_watched():
-    # Had it been counted, this process would have ended.
-    seconds = 0.2
-    run(Watchdog(seconds, slow_seconds=60), lambda: threading.Event().wait(2 * seconds))
-
-
 def test_the_watch_ends_with_the_loop():
-    seen = []
-    run(Watchdog(60), lambda: seen.append(len(threads())))
-    assert seen == [1, 1, 1]
+    assert [len(threads()) for _ in make_weight_loop([Watchdog(60)])] == [1, 1, 1]
     for thread in threads():
         thread.join(timeout=10)
     assert not threads()
