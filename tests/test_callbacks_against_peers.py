@@ -27,17 +27,8 @@ DIFFERENCES = {  # What: in Keras, in flaxfit.
 }
 WITHOUT_PEER = {
     **dict.fromkeys(["Callback", "StatefulCallback", "Logger", "ExitCode"], "A type, no callback."),
-    **dict.fromkeys(
-        [
-            "JSONLogger",
-            "LogTo",
-            "MLflowLogger",
-            "SummaryLogger",
-            "TensorBoardLogger",
-            "WandbLogger",
-        ],
-        "Writes what CSVLogger writes, elsewhere.",
-    ),
+    **dict.fromkeys(["JSONLogger", "LogTo", "SummaryLogger"], "Writes as CSVLogger, elsewhere."),
+    **dict.fromkeys(["MLflowLogger", "TensorBoardLogger", "WandbLogger"], "Writes to a service."),
     **dict.fromkeys(["ProgressBar", "Timer", "Throughput", "MemoryReport", "Profiler"], "Watches."),
     **dict.fromkeys(["every", "at", "when"], "Chooses checkpoints."),
     **dict.fromkeys(["SaveOnSignal", "Watchdog", "Rollback", "Unfreeze"], "Keras has none."),
@@ -125,12 +116,8 @@ def rates_of_plateau(values, **options):
         yield loop.optimizer.learning_rate
 
 
-OF_PLATEAUS = [
-    {"patience": patience, "min_delta": min_delta, "cooldown": cooldown, "min_lr": min_lr}
-    for patience, min_delta, cooldown, min_lr in itertools.product(
-        (0, 1, 3), (0.0, 0.01), (0, 1, 2, 3), (0.0, 0.2)
-    )
-]
+VALUES = {"patience": (0, 1, 3), "min_delta": (0, 0.01), "cooldown": range(4), "min_lr": (0, 0.2)}
+OF_PLATEAUS = [dict(zip(VALUES, each, strict=True)) for each in itertools.product(*VALUES.values())]
 
 
 @pytest.mark.parametrize("values", SEQUENCES.values(), ids=list(SEQUENCES))
@@ -175,13 +162,8 @@ def make_loop(optimizer, params, n_steps, **options):
         return x * sum(jax.tree.leaves(variables["params"])), {}
 
     x = np.ones((1, 1), np.float32)
-    task = ff.TrainTask(
-        apply,
-        optimizer,
-        lambda outputs, targets: outputs,
-        [(x, x)] * n_steps,
-        **options.pop("task", {}),
-    )
+    given = options.pop("task", {})
+    task = ff.TrainTask(apply, optimizer, lambda outputs, _: outputs, [(x, x)] * n_steps, **given)
 
     def init(rngs, x):
         return {"params": params}
@@ -224,12 +206,8 @@ def test_the_best_checkpoint_is_that_of_keras(mode, keras, tmp_path):
 @pytest.mark.parametrize("threshold", [None, 3.5, 0.5])
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_the_checkpoints_that_are_saved_are_those_of_keras(mode, threshold, keras, tmp_path):
-    options = {
-        "monitor": "val_loss",
-        "mode": mode,
-        "save_best_only": True,
-        "initial_value_threshold": threshold,
-    }
+    options = {"monitor": "val_loss", "mode": mode, "save_best_only": True}
+    options["initial_value_threshold"] = threshold
     values = [3.0, 5.0, 5.0, 4.0, 1.0, 2.0, 6.0, 0.2]
     theirs = keras.callbacks.ModelCheckpoint("{epoch}.keras", **options)
     *_, saved = after_each(theirs, values, lambda model: model.saved)
@@ -275,13 +253,8 @@ def test_a_table_of_numbers_holds_those_of_keras(keras, tmp_path):
 def test_the_moving_average_is_that_of_keras_but_for_its_start(keras):
     """Ours begins with the initial parameters, that of Keras with those after the first step."""
     momentum, n_steps = 0.9, 5
-    loop = make_loop(
-        optax.sgd(0.5),
-        {"w": np.ones(1, np.float32)},
-        n_steps,
-        task={"ema": momentum},
-        callbacks=[callbacks.SwapEMA()],
-    )
+    options = {"task": {"ema": momentum}, "callbacks": [callbacks.SwapEMA()]}
+    loop = make_loop(optax.sgd(0.5), {"w": np.ones(1, np.float32)}, n_steps, **options)
     list(loop)
     optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=momentum)
     variable = keras.Variable(np.ones(1, np.float32))
@@ -318,16 +291,12 @@ def schedules_of_keras(keras):
 @functools.cache
 def rates_of_schedules(n_steps=12):
     """The rates that a loop reports, and those that its parameters move by."""
-    optimizer = MultiOptimizer(
-        *((name, OptimizerDef(optax.sgd, learning_rate=rate)) for name, rate in SCHEDULES.items())
-    )
-    loop = make_loop(optimizer, {name: np.zeros(1, np.float32) for name in SCHEDULES}, n_steps)
-    reported, params = {name: [] for name in SCHEDULES}, {name: [0.0] for name in SCHEDULES}
-    for checkpoint in loop:
-        for name in SCHEDULES:
-            reported[name].append(checkpoint.metrics[f"learning_rate/{name}"])
-            params[name].append(float(checkpoint.state.params[name][0]))
-    return {name: (reported[name], -np.diff(params[name])) for name in SCHEDULES}
+    each = {name: OptimizerDef(optax.sgd, learning_rate=rate) for name, rate in SCHEDULES.items()}
+    params = {name: np.zeros(1, np.float32) for name in SCHEDULES}
+    seen = list(make_loop(MultiOptimizer(*each.items()), params, n_steps))
+    reported = {name: [c.metrics[f"learning_rate/{name}"] for c in seen] for name in SCHEDULES}
+    at = {name: [0.0, *(float(c.state.params[name][0]) for c in seen)] for name in SCHEDULES}
+    return {name: (reported[name], -np.diff(at[name])) for name in SCHEDULES}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

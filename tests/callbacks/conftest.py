@@ -7,6 +7,8 @@ import pytest
 from flaxfit import Checkpoint
 from flaxfit.state._observers import Observers
 
+FIELDS = ("n_completed_steps", "elapsed_time", "stop")
+
 
 class FakeLoop:
     """The part of a training loop that callbacks use, without training."""
@@ -68,16 +70,10 @@ def terminal(monkeypatch):
 
 @pytest.fixture
 def checkpoint_at():
-    """Makes a checkpoint of a step from metrics given by name."""
+    """Makes a checkpoint of a step from fields and metrics given by name."""
 
-    def make(step, *, state=None, n_completed_steps=0, elapsed_time=0.0, stop=False, **metrics):
-        return Checkpoint(
-            step=step,
-            state=state,
-            stop=stop,
-            metrics=metrics,
-            n_completed_steps=n_completed_steps,
-            elapsed_time=elapsed_time,
-        )
+    def make(step, *, state=None, **given):
+        fields = {name: given.pop(name) for name in FIELDS if name in given}
+        return Checkpoint(step=step, state=state, metrics=given, **fields)
 
     return make

@@ -45,10 +45,12 @@ def attached(make_loop, terminal, clock):
         bar.close()
 
 
-def test_metrics_are_read_and_drawn_at_most_every_half_second(attached):
+def test_metrics_are_read_and_drawn_at_most_every_half_second_without_a_thread(attached):
+    threads = threading.enumerate()
     _, loop, take = attached(1000, unit="epoch", total=1)
     take(1000, 0.01)
     assert 18 <= loop.n_reads <= 20
+    assert threading.enumerate() == threads
 
 
 def test_the_live_bar_shows_position_speed_time_left_and_metrics(attached, terminal):
@@ -77,13 +79,6 @@ def test_neither_compilation_nor_evaluation_counts_in_speed_and_time_left(
     assert speeds[-1] == ("8", "5s")
 
 
-def show_two_epochs(bar, take, checkpoint_at):
-    for step in (4, 8):
-        take(4)
-        bar(checkpoint_at(step, loss=0.5, elapsed_time=4.0))
-    bar.close()
-
-
 def test_a_line_takes_the_bar_away_until_the_next_is_due(attached, checkpoint_at, terminal):
     bar, loop, take = attached(unit="epoch", total=99)
     take(1)
@@ -102,21 +97,6 @@ def test_a_bar_is_as_long_whatever_stands_beside_it(attached, terminal):
         take(1, seconds)
     lengths = {len(re.sub("[^─╸━]", "", frame)) for frame in frames(terminal.getvalue())}
     assert lengths - {0} == {30}
-
-
-def test_finished_lines_stay_above_the_bar_and_close_takes_it_away(
-    attached, checkpoint_at, terminal
-):
-    bar, _, take = attached(unit="epoch", total=2)
-    show_two_epochs(bar, take, checkpoint_at)
-    lines = terminal.getvalue().split("\n")
-    assert [line.rsplit("\r", 1)[-1].strip() for line in lines] == [
-        "epoch     time     loss",
-        "1/2     4.0s   0.5000",
-        "2/2     4.0s   0.5000",
-        "done in 8.0s · loss 0.5000",
-        "",
-    ]
 
 
 def test_lines_stay_above_other_bars_too(attached, checkpoint_at, terminal):
@@ -192,7 +172,10 @@ def test_in_a_notebook_the_bar_is_redrawn_in_place_and_leaves_nothing(
     attached, checkpoint_at, cell, capsys
 ):
     bar, _, take = attached(unit="epoch", total=2, file=None)
-    show_two_epochs(bar, take, checkpoint_at)
+    for step in (4, 8):
+        take(4)
+        bar(checkpoint_at(step, loss=0.5, elapsed_time=4.0))
+    bar.close()
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out == (
@@ -203,13 +186,6 @@ def test_in_a_notebook_the_bar_is_redrawn_in_place_and_leaves_nothing(
     assert bars[0].startswith("Epoch 1/2  ━")
     assert bars[-1].endswith("4/4 · 1 steps/s · ETA 0s · loss 0.5000")
     assert cell[-1] == {"text/plain": "", "text/html": ""}
-
-
-def test_no_thread_is_started(attached):
-    before = threading.enumerate()
-    _, _, take = attached(n_steps=4)
-    take(1)
-    assert threading.enumerate() == before
 
 
 def everything_from(parent):
@@ -238,8 +214,8 @@ def test_a_real_loop_on_a_real_terminal_shows_a_bar_and_leaves_lines(clock):
     text = everything_from(parent)
     assert "2/3 · 1 steps/s · ETA 1s · loss" in text
     assert "Epoch 2/2  ━" in text
-    shown = [line.rsplit("\r", 1)[-1].strip() for line in text.split("\r\n")]
-    rows = [re.sub("\x1b\\[[0-9]*m", "", line).split("  ")[-1].strip() for line in shown[1:3]]
-    assert rows == [f"{loss:.4f}" for loss in losses]
-    assert shown[3].startswith("done in ")
-    assert shown[4:] == [""]
+    lines = [line.rsplit("\r", 1)[-1] for line in text.split("\r\n")]
+    header, *rows, end, rest = [re.sub("\x1b\\[[0-9]*m", "", line).strip() for line in lines]
+    assert header == "epoch     time     loss"
+    assert [row.split("  ")[-1].strip() for row in rows] == [f"{loss:.4f}" for loss in losses]
+    assert end.startswith("done in ") and not rest

@@ -19,13 +19,6 @@ def traces(monkeypatch):
     return steps
 
 
-def watched(profiler, traces, **options):
-    """A loop that notes its steps among the traces."""
-    loop = make_loop(profiler, **options)
-    loop.dispatch_watchers.append(traces.append)
-    return loop
-
-
 def make_loop(profiler, **options):
     return make_weight_loop([profiler], **{"n_steps": 12, "n_steps_per_checkpoint": 12, **options})
 
@@ -37,24 +30,21 @@ def test_a_trace_of_some_steps_is_written(tmp_path):
     assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
-def test_the_trace_is_of_these_steps(traces):
-    list(watched(Profiler("runs", 3, 5), traces, n_steps=7))
-    assert traces == [1, "start", 2, 3, 4, "stop", 5, 6, 7]
-
-
-def test_a_trace_from_the_first_step_begins_before_it(traces):
-    list(watched(Profiler("runs", 1, 2), traces, n_steps=3))
-    assert traces == ["start", 1, "stop", 2, 3]
-
-
-def test_a_trace_ends_with_training(traces):
-    list(watched(Profiler("runs", 3, 50), traces, n_steps=4))
-    assert traces == [1, "start", 2, 3, 4, "stop"]
-
-
-def test_steps_that_are_taken_together_are_traced_together(traces):
-    list(watched(Profiler("runs", 6, 7), traces, first_checkpoint=12, steps_per_call=4))
-    assert traces == ["start", 4, "stop", 8, 12]  # Steps 5 to 8.
+@pytest.mark.parametrize(
+    ("first", "last", "options", "expected"),
+    [
+        (3, 5, {"n_steps": 7}, [1, "start", 2, 3, 4, "stop", 5, 6, 7]),
+        (1, 2, {"n_steps": 3}, ["start", 1, "stop", 2, 3]),
+        (3, 50, {"n_steps": 4}, [1, "start", 2, 3, 4, "stop"]),  # It ends with training.
+        # Steps 5 to 8 are taken together, and traced.
+        (6, 7, {"first_checkpoint": 12, "steps_per_call": 4}, ["start", 4, "stop", 8, 12]),
+    ],
+)
+def test_the_trace_is_of_these_steps(traces, first, last, options, expected):
+    loop = make_loop(Profiler("runs", first, last), **options)
+    loop.dispatch_watchers.append(traces.append)
+    list(loop)
+    assert traces == expected
 
 
 @pytest.mark.slow

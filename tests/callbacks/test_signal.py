@@ -117,6 +117,10 @@ def make_loop(init, callbacks):
     return ff.TrainLoop(init or init_of(module, X.shape[1]), task, 0, stdout=False, **options)
 
 
+def reader(folder):
+    return CheckpointFileReader(folder, init_of(nn.Dense(1), X.shape[1]))
+
+
 def results(loop):
     with loop:
         return {checkpoint.step: checkpoint.metrics for checkpoint in loop}
@@ -128,13 +132,12 @@ def test_a_loop_of_ones_own_goes_on_from_between_two_checkpoints(tmp_path):
     whole = results(loop)
     assert list(whole) == [1, 6, 11, 12]
     for step in (3, 6, 12):
-        init = CheckpointFileReader(tmp_path, init_of(nn.Dense(1), X.shape[1]))
         # The writer is called rarely; the signal has it save all the same.
         writer = every(1000, CheckpointFileWriter(tmp_path))
         with pytest.raises(SystemExit):
-            results(make_loop(init, [SignalAt(step), guard(), writer]))
+            results(make_loop(reader(tmp_path), [SignalAt(step), guard(), writer]))
         assert list_steps(tmp_path)[-1] == step
-    again = make_loop(CheckpointFileReader(tmp_path, nn.Dense(1).init), ())
+    again = make_loop(reader(tmp_path), ())
     assert results(again) == {12: whole[12]}
     assert digest(again.state) == digest(loop.state)
 
@@ -152,8 +155,7 @@ def test_a_signal_that_comes_after_the_last_step_is_not_lost(tmp_path):
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_with_its_code_and_nothing_is_lost(tmp_path, capfd):
     for step in (0, 3):
-        init = CheckpointFileReader(tmp_path, nn.Dense(1).init)
-        loop = make_loop(init, [guard(), CheckpointFileWriter(tmp_path)])
+        loop = make_loop(reader(tmp_path), [guard(), CheckpointFileWriter(tmp_path)])
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(SystemExit) as end:
             loop.close()
@@ -185,8 +187,7 @@ def test_an_exception_saves_where_that_is_asked_for(tmp_path, error):
     with pytest.raises(type(error)):
         results(make_loop(None, [SignalAt(9, error=error), *callbacks]))
     assert list_steps(tmp_path) == [6, 9]
-    again = results(make_loop(CheckpointFileReader(tmp_path, nn.Dense(1).init), ()))
-    assert again == {step: whole[step] for step in (11, 12)}
+    assert results(make_loop(reader(tmp_path), ())) == {step: whole[step] for step in (11, 12)}
 
 
 @pytest.mark.parametrize("error", ERRORS)

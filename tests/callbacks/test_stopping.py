@@ -74,11 +74,6 @@ def test_a_value_that_is_not_finite_stops_at_once_and_is_never_best(name, bad, c
     assert (stopping.best_value, stopping.best_step) == (0.5, 2)
 
 
-def test_an_unknown_metric_is_an_error_that_lists_the_known_ones(checkpoint_at):
-    with pytest.raises(ValueError, match="'val_loss': the checkpoints hold loss, accuracy"):
-        EarlyStopping()(checkpoint_at(1, loss=0.5, accuracy=0.9))
-
-
 def test_checkpoints_without_the_metric_do_not_count_once_it_was_there(checkpoint_at):
     stopping = EarlyStopping()
     stopping(checkpoint_at(10, val_loss=0.5))
