@@ -42,16 +42,12 @@ class Timer:
         self._budget = {"seconds": seconds, "n_steps": n_steps}
         self._clock = clock
         self._loop: TrainLoop | None = None
-        self._reset(0)
-
-    def _reset(self, step: int) -> None:
-        self._began, self._first_step = self._clock(), step
-        self._used = {"seconds": 0.0, "n_steps": 0}
-        """The budget used before a resume."""
+        self._began: dict[str, float] = {"seconds": clock(), "n_steps": 0}
+        """The time and the step at which nothing was used."""
 
     def attach(self, loop: TrainLoop) -> None:
         self._loop = loop
-        self._reset(loop.step)
+        self._began = {"seconds": self._clock(), "n_steps": loop.step}
         by_step = self._budget["n_steps"] is not None
         watchers = loop.on.after_step if by_step else loop.on.after_dispatch
         watchers.append(self._watch)
@@ -71,11 +67,12 @@ class Timer:
         return [f"the budget of {' or '.join(parts)} is used up"]
 
     def get_state(self) -> dict[str, Json]:
-        used = self._used_at(self._first_step if self._loop is None else self._loop.step)
+        used = self._used_at(0 if self._loop is None else self._loop.step)
         return {**used, "endings": self.endings}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        self._used = {name: state[name] for name in self._budget}
+        """Adds what was used before a resume; call it after `attach`."""
+        self._began = {name: began - state[name] for name, began in self._began.items()}
 
     def _watch(self, step: int) -> None:
         if self._loop is not None and self._is_over(step):
@@ -86,7 +83,5 @@ class Timer:
         return any(n is not None and used[name] >= n for name, n in self._budget.items())
 
     def _used_at(self, step: int) -> dict[str, float]:
-        return {
-            "seconds": self._used["seconds"] + self._clock() - self._began,
-            "n_steps": self._used["n_steps"] + step - self._first_step,
-        }
+        now = {"seconds": self._clock(), "n_steps": step}
+        return {name: now[name] - began for name, began in self._began.items()}
