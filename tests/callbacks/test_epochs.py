@@ -15,7 +15,7 @@ def make_loop(first_epoch):
 
 
 @pytest.mark.parametrize(("first", "is_of_fit"), [(None, False), (0, True), (3, True)])
-def test_epochs_are_counted_from_the_first_as_they_begin(first, is_of_fit):
+def test_epochs_are_counted_from_the_first_as_they_begin_also_when_resumed(first, is_of_fit):
     loop, epochs, begun = make_loop(first), Epochs(), []
     epochs.attach(loop, begun.append)
     for step in (0, 4, 4, 8):  # At step 4 the data had ended, and another pass begins.
@@ -23,15 +23,9 @@ def test_epochs_are_counted_from_the_first_as_they_begin(first, is_of_fit):
     n = first or 0
     assert (begun, epochs.number) == ([n, n + 1, n + 2], n + 2)
     assert epochs.is_of_fit is is_of_fit
-
-
-def test_a_count_that_is_restored_goes_on():
-    loop, epochs, resumed = make_loop(0), Epochs(), Epochs()
-    epochs.attach(loop)
-    loop.on.before_span[0](0)
-    again = make_loop(0)
+    again, resumed = make_loop(first), Epochs()
     resumed.attach(again)
     resumed.set_state(epochs.get_state())
-    assert resumed.number == 0
-    again.on.before_span[0](4)
-    assert resumed.number == 1
+    assert resumed.number == n + 2
+    again.on.before_span[0](12)
+    assert resumed.number == n + 3

@@ -15,7 +15,7 @@ from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
 
 x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 y = x.sum(1, keepdims=True)
-module = nn.Sequential([nn.Dense(n, kernel_init=nn.initializers.ones) for n in (4, 4, 1)])
+module = nn.Sequential(tuple(nn.Dense(n, kernel_init=nn.initializers.ones) for n in (4, 4, 1)))
 FROZEN = ["layers_0/.*", "layers_1/.*"]
 
 
