@@ -320,7 +320,7 @@ def test_it_is_known_whether_the_present_state_is_on_disk(tmp_path):
     assert ask(writer, save) is None
     next(loop)
     assert ask(writer, save) == "step 6 is saved"
-    loop.data = ff.ArrayStream(X, Y, batch_size=10)
+    loop.data = ff.ArrayStream(X, Y, batch_size=16)
     assert ask(writer, save) is None
     loop.callbacks = [save, lambda checkpoint: None, every(100, writer)]
     next(loop)

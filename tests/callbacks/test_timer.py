@@ -74,6 +74,7 @@ def test_a_timer_needs_a_budget(options):
         Timer(**options)
 
 
+@pytest.mark.slow
 def test_fit_ends_with_the_budget():
     model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
     history = model.fit(x, 2 * x, batch_size=2, epochs=9, callbacks=[Timer(n_steps=6)], verbose=0)

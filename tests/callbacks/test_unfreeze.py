@@ -86,12 +86,13 @@ def fit_until(step, folder, *callbacks, borrows=False, **options):
 
 
 MORE = {"clip_norm": 1.0, "ema": 0.9}
-USUAL = [(4, {}), (12, MORE)]
-REST = [case for case in itertools.product((4, 8, 12, 16, 20), ({}, MORE)) if case not in USUAL]
+CASES = [*itertools.product((4, 8, 12, 16, 20), ({}, MORE))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "options"), [*USUAL, *(thorough(*case) for case in REST)])
+@pytest.mark.parametrize(
+    ("step", "options"), [case if case == (12, MORE) else thorough(*case) for case in CASES]
+)
 def test_a_fit_that_is_killed_in_any_stage_is_resumed_by_the_same_script(tmp_path, step, options):
     whole = fit(tmp_path / "whole", **options)
     fit_until(step, tmp_path / "killed", **options)
@@ -115,7 +116,7 @@ class Slower:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("borrows", [False, True])
+@pytest.mark.parametrize("borrows", [False, thorough(True)])
 def test_a_rate_that_is_set_with_the_stage_is_resumed_with_it(tmp_path, borrows):
     whole = fit(tmp_path / "whole", Slower())
     fit_until(8, tmp_path / "killed", Slower(), borrows=borrows)
