@@ -19,6 +19,7 @@ def make_loop(callbacks, ema=0.9):
     return ff.TrainLoop(init_of(nn.Dense(1), 1), task, 0, **options)
 
 
+@pytest.mark.slow
 def test_the_average_is_in_place_when_training_has_ended_and_only_then():
     plain, loop = make_loop([]), make_loop([SwapEMA()])
     for a, b in zip(plain, loop, strict=True):
