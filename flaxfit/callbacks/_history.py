@@ -1,6 +1,5 @@
 """History: the metrics of each checkpoint of a run, as lists by name."""
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -9,9 +8,6 @@ from flaxfit.display import duration, html, number, plural, pyplot, sparkline, s
 from flaxfit.metrics._monitor import default_monitor, is_better, known_mode, resolve_mode
 from flaxfit.state import Checkpoint
 from flaxfit.tree import Json
-
-_FIELDS = ("first_step", "steps", "n_steps", "elapsed_time", "compile_time", "modes")
-_FIELDS += ("initial_epoch",)
 
 
 class Best(NamedTuple):
@@ -215,16 +211,28 @@ class History(Mapping[str, list[float]]):
             name: [value if math.isfinite(value) else str(value) for value in values]
             for name, values in self._values.items()
         }
-        fields = {name: copy.copy(getattr(self, name)) for name in _FIELDS}
-        return {"values": values, **fields}
+        return {
+            "first_step": self.first_step,
+            "steps": list(self.steps),
+            "values": values,
+            "n_steps": self.n_steps,
+            "elapsed_time": self.elapsed_time,
+            "compile_time": self.compile_time,
+            "modes": dict(self.modes),
+            "initial_epoch": self.initial_epoch,
+        }
 
     def set_state(self, state: Mapping[str, Json]) -> None:
+        self.first_step = state.get("first_step")
+        self.steps = [int(step) for step in state["steps"]]
         self._values = {
             name: [float(value) for value in values] for name, values in state["values"].items()
         }
-        for name in _FIELDS:
-            if name in state:
-                setattr(self, name, copy.copy(state[name]))
+        self.n_steps = int(state["n_steps"])
+        self.elapsed_time = float(state["elapsed_time"])
+        self.compile_time = float(state["compile_time"])
+        self.modes = dict(state.get("modes", {}))
+        self.initial_epoch = int(state.get("initial_epoch", 0))
 
     @property
     def _places(self) -> tuple[str, list[int]]:
