@@ -42,12 +42,12 @@ class Timer:
         self._budget = {"seconds": seconds, "n_steps": n_steps}
         self._clock = clock
         self._loop: TrainLoop | None = None
-        self._began: dict[str, float] = {"seconds": clock(), "n_steps": 0}
+        self._began = self._now(0)
         """The time and the step at which nothing was used."""
 
     def attach(self, loop: TrainLoop) -> None:
         self._loop = loop
-        self._began = {"seconds": self._clock(), "n_steps": loop.step}
+        self._began = self._now(loop.step)
         by_step = self._budget["n_steps"] is not None
         watchers = loop.on.after_step if by_step else loop.on.after_dispatch
         watchers.append(self._watch)
@@ -67,12 +67,18 @@ class Timer:
         return [f"the budget of {' or '.join(parts)} is used up"]
 
     def get_state(self) -> dict[str, Json]:
-        used = self._used_at(0 if self._loop is None else self._loop.step)
-        return {**used, "endings": self.endings}
+        return {**self._used_at(self._step), "endings": self.endings}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Adds what was used before a resume; call it after `attach`."""
-        self._began = {name: began - state[name] for name, began in self._began.items()}
+        """Has the budget that was used before a resume count; call it after `attach`."""
+        self._began = {name: now - state[name] for name, now in self._now(self._step).items()}
+
+    @property
+    def _step(self) -> int:
+        return 0 if self._loop is None else self._loop.step
+
+    def _now(self, step: int) -> dict[str, float]:
+        return {"seconds": self._clock(), "n_steps": step}
 
     def _watch(self, step: int) -> None:
         if self._loop is not None and self._is_over(step):
@@ -83,5 +89,4 @@ class Timer:
         return any(n is not None and used[name] >= n for name, n in self._budget.items())
 
     def _used_at(self, step: int) -> dict[str, float]:
-        now = {"seconds": self._clock(), "n_steps": step}
-        return {name: now[name] - began for name, began in self._began.items()}
+        return {name: now - self._began[name] for name, now in self._now(step).items()}
