@@ -95,15 +95,18 @@ class ReduceLROnPlateau:
         lowest = float(np.float32(self._min_lr))  # The rates are float32.
         new = {g: max(r * self._factor, self._min_lr) for g, r in before.items() if r > lowest}
         set_rates(loop, new)
-        best = "never was finite" if self._best is None else f"stands at {self._best:.4g}"
-        for group, rate in new.items():
-            where = "" if group is None else f" of {group!r}"
-            if self._verbose:
-                say(
-                    f"step {checkpoint.step:,}: {self._monitor.name} {best}, "
-                    f"learning rate{where} lowered to {rate:.4g}"
-                )
+        if self._verbose:
+            self._report(checkpoint, new)
         return bool(new)
+
+    def _report(self, checkpoint: Checkpoint, rates: Mapping[str | None, float]) -> None:
+        best = "never was finite" if self._best is None else f"stands at {self._best:.4g}"
+        for group, rate in rates.items():
+            where = "" if group is None else f" of {group!r}"
+            say(
+                f"step {checkpoint.step:,}: {self._monitor.name} {best}, "
+                f"learning rate{where} lowered to {rate:.4g}"
+            )
 
     def get_state(self) -> dict[str, Json]:
         """Returns what a resumed run needs; the optimizer's state holds the rate itself."""

@@ -59,6 +59,7 @@ class Rollback:
         self._loop: TrainLoop | None = None
         self._good: TrainState | None = None
         self.n_rollbacks = 0
+        """The number of rollbacks."""
 
     def attach(self, loop: TrainLoop) -> None:
         """Attaches to a loop; its current state is good if it is finite."""

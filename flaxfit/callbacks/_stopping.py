@@ -96,6 +96,7 @@ class EarlyStopping:
         self.best_step: int | None = None
         """The step that reached it."""
         self.has_stopped = False
+        """Whether it has stopped training."""
         self.endings: list[str] = []
         """Messages: why it stopped training, and what it restored."""
         self._n_waited = self._n_seen = self._best_seen = 0
@@ -242,12 +243,11 @@ class StopOnNaN:
     def __init__(self, *, raise_error: bool = True, every: int | None = None) -> None:
         self._raises = raise_error
         self._every = None if every is None else whole_number("every", every)
-        self._looked_at = 0
-        """The latest step whose loss was read within an epoch."""
         self._last: dict[str, str] = {}
         """The last finite values and their step, in words."""
 
     def attach(self, loop: TrainLoop) -> None:
+        """Watches the steps of a loop if `every` is given."""
 
         def look(step: int, metrics: Mapping[str, float]) -> None:
             if not all(math.isfinite(metrics.get(name, 0.0)) for name in _FINITE):

@@ -162,9 +162,10 @@ class TensorBoardLogger:
 
     def _write(self, checkpoint: Checkpoint) -> None:
         step = checkpoint.step
-        train = checkpoint.scalars
-        names = [name for name in train if self._main and name.startswith("val_")]
-        tested = {name.removeprefix("val_"): train.pop(name) for name in names}
+        train, tested = checkpoint.scalars, {}
+        for name in checkpoint.scalars:
+            if self._main and name.startswith("val_"):  # Validation has its own folder.
+                tested[name.removeprefix("val_")] = train.pop(name)
         self._begin(step, is_tested=bool(tested))
         self._step = step
         if tested:
