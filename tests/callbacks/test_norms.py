@@ -80,6 +80,13 @@ def test_setting_them_within_a_span_restarts_its_count(capsys):
     assert "counting starts over" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_fit_reports_them_in_its_history():
+    model = ff.Model(MLP(), optax.sgd(0.1), "mse")
+    history = model.fit(X, X[:, :1], epochs=2, callbacks=[Norms("head/.*")], verbose=0)
+    assert len(history["param_norm/head/.*"]) == 2
+
+
 def test_those_of_callbacks_and_of_the_task_add_up():
     loop = make_loop([Norms("stem/.*"), Norms("head/.*")], norms=".*")
     assert {f"grad_norm/{name}.*" for name in ("stem/", "head/", "")} <= next(loop).metrics.keys()
