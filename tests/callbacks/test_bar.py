@@ -118,7 +118,8 @@ def test_lines_go_where_standard_error_is_and_the_bar_stays_where_it_was_drawn(
     bar, _, take = attached(2, n_steps=1000, total=1000, file=None)
     take(2)
     bar(checkpoint_at(2, loss=0.5))
-    monkeypatch.setattr(sys, "stderr", other := io.StringIO())
+    other = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", other)
     bar(checkpoint_at(4, loss=0.25))
     assert other.getvalue() == "    4/1,000     0 ms   0.2500\n"
 

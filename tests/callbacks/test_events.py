@@ -36,8 +36,10 @@ def test_events_of_a_loop_come_in_order_and_in_pairs():
     loop.close()
     assert calls == [
         ("on_train_begin", []),
-        *(("on_epoch_begin", 0, []), ("on_epoch_end", 0, names)),
-        *(("on_epoch_begin", 1, []), ("on_epoch_end", 1, names)),
+        ("on_epoch_begin", 0, []),
+        ("on_epoch_end", 0, names),
+        ("on_epoch_begin", 1, []),
+        ("on_epoch_end", 1, names),
         ("on_train_end", names),
     ]
 

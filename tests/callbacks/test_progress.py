@@ -24,7 +24,8 @@ def make_bar(loop=None, beside=(), **options):
 def test_off_a_terminal_there_is_one_line_per_checkpoint_and_no_carriage_return(
     make_loop, checkpoint_at
 ):
-    bar, lines = make_bar(loop := make_loop(n_steps_per_checkpoint=44), total=10)
+    loop = make_loop(n_steps_per_checkpoint=44)
+    bar, lines = make_bar(loop, total=10)
     losses = [(1.7632, 0.8611), (0.7666, 0.9028), (0.5, 0.9028)]
     for n, (loss, accuracy) in enumerate(losses, start=1):
         bar(checkpoint_at(44 * n, elapsed_time=0.1, loss=loss, val_accuracy=accuracy))
@@ -126,7 +127,8 @@ def test_the_monitored_metric_can_be_chosen_and_nan_is_never_best(checkpoint_at)
 
 
 def test_steps_are_shown_out_of_those_of_the_loop_even_when_its_end_moves(make_loop, checkpoint_at):
-    bar, lines = make_bar(loop := make_loop(n_steps=450), unit="step")
+    loop = make_loop(n_steps=450)
+    bar, lines = make_bar(loop, unit="step")
     bar(checkpoint_at(90, loss=0.5))
     loop.n_steps = 1450
     bar(checkpoint_at(180, loss=0.5))

@@ -360,7 +360,7 @@ def test_a_step_that_is_trained_again_is_not_said_to_be_saved_before_it_is(tmp_p
 def test_a_signal_after_a_change_of_the_saved_step_saves_it_again(
     tmp_path, monkeypatch, capfd, fails
 ):
-    fail_to_complete(monkeypatch, {2} if fails else {})
+    fail_to_complete(monkeypatch, {2} if fails else set())
     loop = make_loop(None, [guard(), CheckpointFileWriter(tmp_path)])
     checkpoint = next(loop)
     changed = checkpoint.state.replace(params=jax.tree.map(np.zeros_like, checkpoint.state.params))

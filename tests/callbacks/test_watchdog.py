@@ -122,7 +122,8 @@ def test_what_is_said_of_a_signal(ended):
 @pytest.mark.slow
 def test_code_of_ones_own_is_not_watched():
     # Had it been counted, this process would have ended.
-    for _ in make_weight_loop([Watchdog(seconds := 0.2, slow_seconds=60)]):
+    seconds = 0.2
+    for _ in make_weight_loop([Watchdog(seconds, slow_seconds=60)]):
         threading.Event().wait(2 * seconds)
 
 
