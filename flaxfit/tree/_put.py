@@ -1,4 +1,6 @@
-"""Places arrays that every process holds whole by their shardings; copies arrays where they are."""
+"""Places arrays by their shardings and copies them; describes arrays without their values."""
+
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,10 @@ from flaxfit.tree._types import ArrayLike, PyTree
 def put(
     array: ArrayLike, sharding: jax.sharding.Sharding, *, may_alias: bool | None = None
 ) -> jax.Array:
-    """Calls `jax.device_put`; also places on other processes' devices, and random keys."""
+    """Calls `jax.device_put`; also places on other processes' devices, and random keys.
+
+    Every process holds the whole array.
+    """
     if sharding.is_fully_addressable or getattr(array, "sharding", None) == sharding:
         array = array if may_alias is not False else _copied_on_host(array)
         return jax.device_put(array, sharding, may_alias=may_alias)
@@ -69,3 +74,14 @@ def sharding_of(like: object) -> jax.sharding.Sharding | None:
     if isinstance(like, jax.Array):
         return like.sharding if like.committed else None
     return getattr(like, "sharding", None)
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """Replaces arrays by their shapes and dtypes."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def structure_of(tree: PyTree) -> tuple[Hashable, ...]:
+    """Returns a hashable key of a tree's structure and its leaves' shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))

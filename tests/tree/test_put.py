@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.tree import copied, put, put_like
+from flaxfit.tree import copied, put, put_like, shapes_of, structure_of
 
 ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 COPIES = {
@@ -43,3 +43,23 @@ def test_a_copy_stays_where_the_array_is():
 
 def test_copies_can_be_traced():
     assert jax.jit(copied)({"x": 2.0})["x"] == 2
+
+
+ARRAYS = {"a": jnp.ones((2, 3)), "b": (np.zeros(4, np.int8), None)}
+
+
+def test_arrays_on_host_and_devices_become_shapes_which_stay_as_they_are():
+    shapes = shapes_of(ARRAYS)
+    a, b = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((4,), "int8")
+    assert shapes == shapes_of(shapes) == {"a": a, "b": (b, None)}
+
+
+def test_a_key_is_that_of_all_arrays_alike_and_of_no_others():
+    key = structure_of(ARRAYS)
+    assert {key: "found"}[structure_of(jax.tree.map(np.asarray, ARRAYS))] == "found"
+    for other in (
+        {"a": ARRAYS["a"], "b": [*ARRAYS["b"]]},
+        {"a": ARRAYS["a"][:1], "b": ARRAYS["b"]},
+        {"a": ARRAYS["a"].astype(jnp.bfloat16), "b": ARRAYS["b"]},
+    ):
+        assert structure_of(other) != key
