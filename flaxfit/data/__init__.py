@@ -6,12 +6,4 @@ from flaxfit.data._packing import pack
 from flaxfit.data._prefetch import prefetch
 from flaxfit.data._stream import DataStream, take
 
-__all__ = [
-    "ArrayStream",
-    "DataStream",
-    "as_stream",
-    "one_pass",
-    "pack",
-    "prefetch",
-    "take",
-]
+__all__ = ["ArrayStream", "DataStream", "as_stream", "one_pass", "pack", "prefetch", "take"]

@@ -7,7 +7,6 @@ import numpy as np
 
 from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._batch import three_parts
-from flaxfit.data._grain import passes_over, reads_own_shard
 from flaxfit.data._indexed_batches import IndexedBatches, is_indexed, n_batches
 from flaxfit.data._iterables import IterableStream
 from flaxfit.data._libraries import (
@@ -16,6 +15,7 @@ from flaxfit.data._libraries import (
     is_hugging_face,
     length,
     opener,
+    reads_own_shard,
     regular_size,
 )
 from flaxfit.data._stream import is_shared
@@ -152,8 +152,7 @@ def _opener(data: Data, options: dict[str, Any]) -> OpenPass:
         raise TypeError(f"Cannot read batches from {data!r:.60}. {_ACCEPTED}")
     if isinstance(data, list):
         _check_list(data)
-    is_grain = comes_from(data, "grain")
-    open_pass = passes_over(data) if is_grain else opener(data, **options)
+    open_pass = opener(data, options)
     if open_pass is None and is_indexed(data):
         _check_unused(data, {**options, "shuffle": False})
         return IndexedBatches(data, shuffle=options["shuffle"], seed=options["seed"])
