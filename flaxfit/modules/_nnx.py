@@ -8,13 +8,7 @@ from typing import Any
 import jax
 from flax.core.scope import CollectionFilter, in_filter
 
-from flaxfit.modules._flags import (
-    call_defaults,
-    call_flags,
-    check_switches,
-    input_names,
-    switches,
-)
+from flaxfit.modules._flags import call_defaults, call_flags, check_switches, input_names, switches
 from flaxfit.modules._functions import WRITTEN, GivenInit, ModelFunctions, Names, check_losses
 from flaxfit.modules._handle import ModuleHandle, with_handle
 from flaxfit.modules._nnx_factory import abstract_of, make
@@ -69,7 +63,7 @@ def from_nnx(
     from flaxfit.modules import _nnx_effects as effects
     from flaxfit.modules import _nnx_modes
     from flaxfit.modules import _nnx_state as states
-    from flaxfit.modules._nnx_errors import misfits_explained, rngs_explained
+    from flaxfit.modules._nnx_errors import call_explained
 
     is_instance = isinstance(model, nnx.Module)
     abstract = abstract_of(model)
@@ -85,7 +79,8 @@ def from_nnx(
     given, arguments, quiet = modes, {}, {}
     if train is not None:
         defaults = call_defaults(abstract.__call__) if call is None else {}
-        found = {**_nnx_modes.attributes_of(parts), **defaults}
+        attributes = {name: x for part in parts for name, x in vars(part).items()}
+        found = {**attributes, **defaults}
         check_switches({n: found[n] for n in found if n not in modes}, type(abstract).__name__)
         modes = {**switches(train), **modes}
         if call is None:
@@ -119,10 +114,7 @@ def from_nnx(
         def run(module: nnx.Module, flags: Mapping[str, Any] = arguments) -> PyTree:
             function = module if call is None else functools.partial(call, module)
             keys = {} if position is None else {"rngs": states.rngs_of_call(rngs)}
-            with (
-                rngs_explained(position, len(inputs), is_keyless),
-                misfits_explained(module, (inputs, named)),
-            ):
+            with call_explained(module, inputs, named, position, not is_keyless):
                 return function(*inputs, **{**keys, **flags, **named})
 
         def evaluated(module: nnx.Module) -> PyTree:
@@ -150,7 +142,7 @@ def from_nnx(
             new = effects.written(module, before, after, fresh, run)
             updates |= {WRITTEN: new} if new else {}
         if train is not False and in_filter(mutable, "losses"):
-            check_losses(names, states.collections_of(module))
+            check_losses(names, states.variables_of(module))
         effects.check_repeats(facts, module, fresh, run, evaluated if train else None, names)
         if mutable is False:
             return outputs

@@ -4,7 +4,7 @@
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,43 +19,36 @@ _MISFIT = (
 
 
 @contextlib.contextmanager
-def misfits_explained(module: nnx.Module, inputs: PyTree) -> Iterator[None]:
-    """Explains errors of a Flax layer that was made for other shapes.
+def call_explained(
+    module: nnx.Module, inputs: Sequence[PyTree], named: PyTree, rngs_at: int | None, has_keys: bool
+) -> Iterator[None]:
+    """Explains errors of a layer that was made for other shapes, and of the argument `rngs`.
 
-    Raises:
-      ValueError: from the original error.
+    `rngs_at` is the position of `rngs` among the arguments of the call; None if it takes none.
     """
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        layer = _layer_of(error) if re.search(_MISFIT, str(error)) else None
-        if layer is None:
-            raise
-        given = ", ".join(str(tuple(x.shape)) for x in jax.tree.leaves(inputs))
-        raise ValueError(
-            f"The model cannot take inputs of shape {given}: its {_described(layer, module)} "
-            f"expects other shapes. Pass inputs that fit it, or build the layer for these. {error}"
-        ) from error
-
-
-@contextlib.contextmanager
-def rngs_explained(position: int | None, n_inputs: int, is_keyless: bool) -> Iterator[None]:
-    """Explains errors of a call that concern its argument `rngs`."""
-    if position is not None and n_inputs > position:
+    if rngs_at is not None and len(inputs) > rngs_at:
         raise TypeError(
-            f"The call has rngs as argument {position + 1}, and there are {n_inputs} inputs: write "
-            "(self, x, y, *, rngs=None), or give the inputs by name."
+            f"The call has rngs as argument {rngs_at + 1}, and there are {len(inputs)} inputs: "
+            "write (self, x, y, *, rngs=None), or give the inputs by name."
         )
     try:
         yield
-    except (AttributeError, TypeError) as error:
-        if position is None or not is_keyless or "NoneType" not in str(error):
-            raise
-        raise ValueError(
-            f"The call failed without rngs, as in evaluation: {error}. To draw random numbers in "
-            "evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
-            "EvalTask(..., rngs=('noise',)). Else test `rngs is None` in the call."
-        ) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        layer = _layer_of(error) if re.search(_MISFIT, str(error)) else None
+        if layer is not None:
+            given = ", ".join(str(tuple(x.shape)) for x in jax.tree.leaves((inputs, named)))
+            raise ValueError(
+                f"The model cannot take inputs of shape {given}: its {_described(layer, module)} "
+                "expects other shapes. Pass inputs that fit it, or build the layer for these. "
+                f"{error}"
+            ) from error
+        if rngs_at is not None and not has_keys and "NoneType" in str(error):
+            raise ValueError(
+                f"The call failed without rngs, as in evaluation: {error}. To draw random numbers "
+                "in evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
+                "EvalTask(..., rngs=('noise',)). Else test `rngs is None` in the call."
+            ) from error
+        raise
 
 
 def _layer_of(error: Exception) -> Any:

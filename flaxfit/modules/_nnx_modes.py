@@ -51,11 +51,6 @@ def set_modes(parts: Sequence[nnx.Module], modes: Mapping[str, Any]) -> None:
                 setattr(part, name, modes[name])
 
 
-def attributes_of(parts: Sequence[nnx.Module]) -> dict[str, object]:
-    """Returns the attributes of modules, by name."""
-    return {name: x for part in parts for name, x in vars(part).items()}
-
-
 def unknown_modes(parts: Sequence[nnx.Module], modes: Collection[str]) -> list[str]:
     """Returns the mode names that no submodule defines."""
     return [

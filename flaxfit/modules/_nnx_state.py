@@ -47,11 +47,6 @@ def values_of(module: nnx.Module) -> Callable[[], list[Any]]:
     return lambda: [each.get_raw_value() for each in written]
 
 
-def collections_of(module: nnx.Module) -> set[str]:
-    """Returns the collections of a module's variables, by type."""
-    return {collection for _, (collection, *_), _ in _leaves(_state(module))}
-
-
 def is_transient(kind: type, losses: Sequence[str] = ()) -> bool:
     """Returns whether every call writes variables of a type, so they are not part of the model."""
     is_variable = issubclass(kind, nnx.Variable)

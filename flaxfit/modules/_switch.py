@@ -6,13 +6,7 @@ from typing import Any
 
 from flax import linen as nn
 
-from flaxfit.modules._flags import (
-    call_defaults,
-    call_flags,
-    check_switches,
-    flags,
-    input_names,
-)
+from flaxfit.modules._flags import call_defaults, call_flags, check_switches, flags, input_names
 from flaxfit.modules._functions import ModelFunctions, Names, with_losses
 from flaxfit.modules._handle import ModuleHandle, attached, is_module, with_handle
 from flaxfit.modules._nnx import from_nnx

@@ -7,7 +7,7 @@ from flax import nnx
 
 from flaxfit.modules import from_nnx
 from flaxfit.modules._handle import attached
-from flaxfit.modules._nnx_modes import attributes_of, copied, unknown_modes, viewed
+from flaxfit.modules._nnx_modes import copied, unknown_modes, viewed
 
 
 class Layer(nnx.Module):
@@ -60,7 +60,6 @@ def test_the_parts_of_a_copy_are_modules_alone_and_come_before_what_holds_them()
     assert sorted(found) == sorted(map(id, [*parts, copy]))
     order = {id(part): number for number, part in enumerate(parts)}
     assert all(order[id(part.linear)] < order[id(part)] for part in layers_of(copy))
-    assert attributes_of([*parts, copy])["settings"] == net.settings
 
 
 def test_a_copy_made_in_a_trace_of_a_module_made_outside_may_be_changed():
@@ -100,16 +99,6 @@ def test_modes_are_set_in_the_modules_of_a_copy_that_have_them():
     assert unknown_modes(copied(net), [*modes, "decode"]) == ["train", "deterministic", "decode"]
 
 
-class Stack(nnx.Module):
-    def __init__(self, n, rngs):
-        self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(n)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_splitting_a_module_and_writing_back_walk_it_once_each(monkeypatch):
     walks = []
 
@@ -118,7 +107,7 @@ def test_splitting_a_module_and_writing_back_walk_it_once_each(monkeypatch):
 
     for name in ("flatten", "clone", "iter_graph"):
         monkeypatch.setattr(nnx.graphlib, name, count(name, getattr(nnx.graphlib, name)))
-    stack = Stack(3, nnx.Rngs(0))
+    stack = nnx.Sequential(*(nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(3)))
     _, apply = from_nnx(stack, train=True)
     assert walks == ["flatten"]
     variables, handle = from_nnx(stack).init(None), attached(apply)
