@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from flaxfit.data import ArrayStream, _arrays, prefetch
-from flaxfit.data._batch import normalize
+from flaxfit.data import ArrayStream, _arrays, one_pass, prefetch
 
 X, Y = load_digits(return_X_y=True)
 
@@ -137,24 +136,22 @@ def test_nested_inputs_and_targets_keep_their_structure():
     assert batch_x["image"].shape == (5, 64)
 
 
-@pytest.mark.parametrize("parts", [(X,), (X, Y), (X, Y, Y + 1), (X, None, Y + 1), ((X, X), ())])
-def test_batches_have_a_normal_form(parts):
-    batch = normalize(next(ArrayStream(*parts, batch_size=6)))
-    assert len(batch.inputs) == (2 if isinstance(parts[0], tuple) else 1)
-    assert len(batch.targets) == (len(parts) > 1 and isinstance(parts[1], np.ndarray))
-    assert (batch.weights is not None) == (len(parts) == 3)
-
-
 def test_the_stream_repeats_for_ever_and_counts_its_passes():
     stream = ArrayStream(X, Y, batch_size=600)
     epochs = [stream.epoch for _ in itertools.islice(stream, 7)]
     assert epochs == [0, 0, 1, 1, 1, 2, 2]
+    stream = ArrayStream(X, epochs=2, batch_size=1000)
+    assert [len(list(stream)) for _ in range(2)] == [4, 0]
 
 
-def test_an_ended_stream_stays_ended():
-    stream = ArrayStream(np.zeros(3), epochs=2)
-    assert len(list(stream)) == 2
-    assert list(stream) == []
+def test_one_pass_is_a_fresh_epoch_in_stored_order_over_the_same_arrays():
+    stream = ArrayStream(X, Y, batch_size=100, shuffle=True)
+    next(stream)
+    position = stream.get_state()
+    for one in stream.one_epoch(), one_pass(stream), one_pass(X, batch_size=100):
+        np.testing.assert_array_equal(rows(one), X.astype(np.float32))
+        assert one.epoch == 1
+    assert stream.get_state() == position
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -187,17 +184,6 @@ def test_a_position_in_changed_data_is_refused_with_both_descriptions(change):
     assert f"{'length' if name == 'n' else name!s}': {value}" in str(error.value)
 
 
-def test_one_epoch_is_a_fresh_pass_in_stored_order_over_the_same_arrays():
-    stream = ArrayStream(X, Y, batch_size=100, shuffle=True)
-    next(stream)
-    position = stream.get_state()
-    one = stream.one_epoch()
-    batches = list(one)
-    np.testing.assert_array_equal(rows(batches), X.astype(np.float32))
-    assert one.epoch == 1
-    assert stream.get_state() == position
-
-
 def test_wide_arrays_become_narrow_and_narrow_ones_are_not_copied():
     wide, narrow = np.arange(6.0), np.arange(6, dtype=np.float16)
     x, y = next(ArrayStream((wide, narrow), np.arange(6)))
@@ -219,14 +205,6 @@ def test_big_endian_arrays_are_brought_into_native_order():
     assert sorted(x) == [0, 1, 2, 3]
 
 
-def test_data_frames_are_arrays():
-    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
-    frame = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
-    x, y = next(ArrayStream(frame, frame["a"]))
-    np.testing.assert_array_equal(x, [[1, 3], [2, 4]])
-    np.testing.assert_array_equal(y, [1, 2])
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
@@ -235,17 +213,10 @@ def test_data_frames_are_arrays():
         ((X, Y, Y[:9]), {}, ValueError, "x has 1,797 rows but w has 9."),
         ((X[:0],), {}, ValueError, "no examples"),
         (((),), {}, ValueError, "x is empty"),
-        ((X, [0, 1]), {}, TypeError, "y[0] must be an array, got int: 0. Convert"),
-        (("text",), {}, TypeError, "x must be an array, got str: 'text'"),
         ((np.float32(3),), {}, TypeError, "x must be an array, got float32"),
         ((np.array(3.0),), {}, TypeError, "got the scalar array(3.)"),
         ((np.array(["a", "b"]),), {}, TypeError, "dtype <U1: encode it as numbers"),
-        (
-            (np.array([2**40, 0]),),
-            {},
-            ValueError,
-            "from 0 to 1099511627776, which do not fit int32",
-        ),
+        ((np.array([2**40, 0]),), {}, ValueError, "0 to 1099511627776, which do not fit int32"),
         ((X,), {"batch_size": 0}, ValueError, "batch_size must be 1 or more, got 0."),
         ((X,), {"batch_size": 2.5}, TypeError, "batch_size must be an integer, got 2.5."),
         ((X,), {"batch_size": True}, TypeError, "batch_size must be an integer, got True."),

@@ -192,14 +192,13 @@ def test_fit_on_batches_is_that_with_the_weights_by_hand_and_resumes(tmp_path, s
         model = ff.Model(nn.Dense(3), optax.sgd(0.1), "crossentropy", strategy=strategy())
         options = {"shuffle": True, "epochs": 2, "verbose": 0, **options}
         history = model.fit(data, class_weight=class_weight, **options)
-        return dict(history), data.n_ended
+        return dict(history)
 
     def fail(checkpoint):
         if checkpoint.step == 4:
             raise KeyError
 
     expected = fit(weights)
-    assert fit("balanced") == expected
     with pytest.raises(KeyError):
         fit("balanced", callbacks=[fail], checkpoint_dir=tmp_path)
-    assert fit("balanced", checkpoint_dir=tmp_path)[0] == expected[0]
+    assert fit("balanced", checkpoint_dir=tmp_path) == expected

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import struct
-from marks import thorough
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.data._batch import normalize
@@ -19,6 +19,11 @@ X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
 Y = (X.sum(1) > 0).astype(np.int32)
 W = np.linspace(0.5, 1.5, 20, dtype=np.float32)
 ONE = ff.DataParallel(jax.devices()[:1])
+
+
+class Example(NamedTuple):
+    x: Any
+    y: Any
 
 
 def assert_same(data, expected):
@@ -45,6 +50,8 @@ def make_model(outputs=2, loss="crossentropy", metrics=()):
         (((X, X), (Y, Y)), ((X, X), (Y, Y), None)),
         ((X, Y.tolist()), (X, Y, None)),
         (X.tolist(), (X, None, None)),
+        (Example(X, Y), (X, Y, None)),
+        (ff.Batch(X, Y), (X, Y, None)),
     ],
     ids=str,
 )
@@ -95,24 +102,29 @@ def test_a_list_of_batches_stays_one(batches):
     assert prepare(batches, validation_data=batches) == (batches, batches)
 
 
-def test_all_that_is_predicted_is_inputs():
-    assert_same(prepare_inputs((X, X)), ((X, X), None, None))
-    assert_same(prepare_inputs({"x": X, "y": X}), ({"x": X, "y": X}, None, None))
-    assert_same(prepare_inputs(X.tolist()), (X, None, None))
-    assert_same(prepare_inputs([X, X]), ((X, X), None, None))
-    assert_same(prepare_inputs([X, X.tolist()]), ((X, X), None, None))
-    for batches in ([(X, Y), (X, Y)], [{"image": X}, {"image": X}], [[X], [X]]):
-        assert prepare_inputs(batches) is batches
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        ((X, X), (X, X)),
+        ({"x": X, "y": X}, {"x": X, "y": X}),
+        (X.tolist(), X),
+        ([X, X], (X, X)),
+        ([X, X.tolist()], (X, X)),
+    ],
+    ids=str,
+)
+def test_all_that_is_predicted_is_inputs(x, expected):
+    assert_same(prepare_inputs(x), (expected, None, None))
+
+
+@pytest.mark.parametrize("batches", [[(X, Y)] * 2, [{"image": X}] * 2, [[X], [X]]], ids=str)
+def test_batches_to_predict_stay_so(batches):
+    assert prepare_inputs(batches) is batches
 
 
 class State(NamedTuple):
     position: Any
     velocity: Any
-
-
-class Example(NamedTuple):
-    x: Any
-    y: Any
 
 
 @struct.dataclass
@@ -130,11 +142,6 @@ def test_a_structure_with_fields_is_one_input(kind):
     assert_same(prepare(given, Y)[0], (expected, Y, None))
     assert_same(prepare((given, Y), validation_data=(given, Y))[1], (expected, Y, None))
     assert_same(prepare_inputs(given), (expected, None, None))
-
-
-def test_a_named_tuple_may_name_the_parts():
-    assert_same(prepare(Example(X, Y))[0], (X, Y, None))
-    assert_same(prepare(ff.Batch(X, Y))[0], (X, Y, None))
 
 
 class Moves(nn.Module):
@@ -161,29 +168,14 @@ def test_a_structure_is_fitted_evaluated_and_predicted_alike(kind):
         ff.Model(Moves(), optax.sgd(0.1), "mse").fit(kind(X, X), verbose=0)
 
 
-@pytest.mark.slow
-def test_a_list_of_arrays_is_several_inputs_in_fit_evaluate_and_predict():
-    class Two(nn.Module):
-        @nn.compact
-        def __call__(self, a, b):
-            return nn.Dense(1)(a) - nn.Dense(1)(b)
-
-    targets = X.sum(1, keepdims=True)
-    model = ff.Model(Two(), optax.sgd(0.1), "mse")
-    model.fit([X, 2 * X], targets, verbose=0)
-    np.testing.assert_array_equal(model.predict([X, 2 * X]), model.predict((X, 2 * X)))
-    loss = model.evaluate([X, 2 * X], targets)["loss"]
-    assert loss == pytest.approx(np.mean((model.predict([X, 2 * X]) - targets) ** 2), rel=1e-5)
-
-
 def test_tables_with_columns_of_numbers_and_of_truth_values_are_arrays():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = pandas.DataFrame({"a": X[:, 0], "b": X[:, 1] > 0, "c": np.arange(20)})
     expected = np.stack([X[:, 0], X[:, 1] > 0, np.arange(20)], axis=1)
-    x, y, _ = prepare(frame, pandas.get_dummies(pandas.Series(Y)))[0]
-    np.testing.assert_array_equal(x, expected)
-    np.testing.assert_array_equal(y, np.eye(2)[Y])
-    np.testing.assert_array_equal(next(ff.ArrayStream(frame))[0], expected)
+    assert_same(
+        prepare(frame, pandas.get_dummies(pandas.Series(Y)))[0], (expected, np.eye(2)[Y], None)
+    )
+    assert_same(next(ff.ArrayStream(frame, frame["a"], W, batch_size=20)), (expected, X[:, 0], W))
     np.testing.assert_array_equal(normalize((frame, Y)).inputs[0], expected.astype(np.float32))
     missing = pandas.array([1, None] * 10, dtype="Int64")
     words = frame.assign(d="word", e=missing)
@@ -209,8 +201,15 @@ def test_integers_of_less_than_a_byte_are_widened(dtype):
     assert arrays == pytest.approx(batches, rel=1e-6)  # Batches have a program of their own.
 
 
+def refused_in_words(x, call, *more):
+    """That each way of training on sparse or ragged inputs says how to make them dense."""
+    for data in ((x, Y), ([(x, Y)],), *more):
+        with pytest.raises(TypeError, match=call):
+            make_model().fit(*data, verbose=0)
+
+
 @pytest.mark.slow
-def test_sparse_and_ragged_arrays_are_refused_in_words():
+def test_sparse_arrays_are_refused_in_words():
     sparse = pytest.importorskip("scipy.sparse", reason="scipy is not installed")
     from jax.experimental.sparse import BCOO
 
@@ -219,47 +218,33 @@ def test_sparse_and_ragged_arrays_are_refused_in_words():
         (sparse.csr_array(X), r"x\.toarray\(\)"),
         (BCOO.fromdense(X), r"x\.todense\(\)"),
     ):
-        model = make_model()
-        for data in ((x, Y), ((x, Y),), ([(x, Y)],), (iter([(x, Y)]),), (x,), (X, x)):
-            with pytest.raises(TypeError, match=rf"a sparse array: make it dense, {call}\."):
-                model.fit(*data, verbose=0)
-        with pytest.raises(TypeError, match=call):
-            ff.data.as_stream(x)
-        with pytest.raises(TypeError, match=call):
-            ff.ArrayStream({"x": x}, Y)
-        with pytest.raises(TypeError, match=call):
-            model.predict(x)
+        message = rf"a sparse array: make it dense, {call}\."
+        refused_in_words(x, message, ((x, Y),), (iter([(x, Y)]),), (x,), (X, x))
+        for use in (ff.data.as_stream, lambda x: ff.ArrayStream({"x": x}, Y), make_model().predict):
+            with pytest.raises(TypeError, match=call):
+                use(x)
 
 
 @pytest.mark.slow
-def test_ragged_and_sparse_tensors_are_refused_in_words():
+def test_ragged_and_sparse_tensors_of_tensorflow_are_refused_in_words():
     tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
     ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
-    for x, call in (
-        (ragged, r"ragged array: pad its rows to one length, x\.to_tensor\(\)"),
-        (tf.sparse.from_dense(X[:2]), r"sparse array: make it dense, tf\.sparse\.to_dense\(x\)"),
-    ):
-        with pytest.raises(TypeError, match=call):
-            make_model().fit(x, Y[:2], verbose=0)
+    refused_in_words(ragged, r"ragged array: pad its rows to one length, x\.to_tensor\(\)")
+    dense = r"sparse array: make it dense, tf\.sparse\.to_dense\(x\)"
+    refused_in_words(tf.sparse.from_dense(X[:2]), dense)
     # A data set hands over sparse tensors as dense arrays.
     with pytest.raises(TypeError, match="Pad rows of different lengths"):
         make_model().fit(tf.data.Dataset.from_tensors((ragged, Y[:2])), verbose=0)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_sparse_and_nested_tensors_of_torch_are_refused_in_words():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x = torch.ones(2, 3)
-    for given, call in (
-        (x.to_sparse(), r"sparse array: make it dense, x\.to_dense\(\)"),
-        (
-            torch.nested.nested_tensor([*x], layout=torch.jagged),
-            r"ragged array: .*torch\.nested\.to_padded_tensor",
-        ),
-    ):
-        for data in ((given, Y[:2]), ([(given, Y[:2])],)):
-            with pytest.raises(TypeError, match=call):
-                make_model().fit(*data, verbose=0)
+    nested = torch.nested.nested_tensor([*x])
+    refused_in_words(x.to_sparse(), r"sparse array: make it dense, x\.to_dense\(\)")
+    refused_in_words(nested, r"ragged array: .*torch\.nested\.to_padded_tensor")
 
 
 @pytest.mark.parametrize(
@@ -267,7 +252,7 @@ def test_sparse_and_nested_tensors_of_torch_are_refused_in_words():
     [
         thorough(((X, Y),)),
         thorough(({"x": X, "y": Y},)),
-        (X.tolist(), list(Y)),
+        slow((X.tolist(), list(Y))),
         thorough(([(X, Y)],)),
     ],
     ids=["pair", "mapping", "lists", "batches"],
@@ -282,28 +267,18 @@ def test_a_model_is_fitted_and_evaluated_on_each_form_alike(data):
     assert model.evaluate(*data) == pytest.approx(expected.evaluate(X, Y), rel=1e-6)
 
 
-def in_batches(x, y, w=None):
-    parts = slice(12), slice(12, 20)
-    return [tuple(each[part] for each in (x, y, w) if each is not None) for part in parts]
-
-
-@pytest.mark.parametrize("shape", [(20, 1), thorough((20, 3))])
-@pytest.mark.parametrize("form", [lambda *data: data, lambda *data: (in_batches(*data),)])
-def test_masked_targets_have_the_weight_0(form, shape):
-    y = np.broadcast_to(X.sum(1, keepdims=True), shape)
+@pytest.mark.parametrize("shape", [(20, 1), (20, 3)], ids=str)
+def test_masked_targets_have_the_weight_0(shape):
     is_masked = np.random.default_rng(1).random(shape) < 0.4
-    is_masked[0] = False
+    y = np.broadcast_to(X.sum(1, keepdims=True), shape)
     masked = np.ma.array(np.where(is_masked, 1e20, y), mask=is_masked)
     weights = np.float32(~is_masked).reshape(20, *shape[1:] * (shape[1] > 1))
-    found = []
-    for targets, w in (masked, None), (y, weights):
-        model, data = make_model(shape[1], "mse", ["mae"]), form(X, targets, w)
-        options = {"validation_data": data[0] if len(data) == 1 else data}
-        if len(data) == 3:
-            data, options["sample_weight"] = data[:2], w
-        history = model.fit(*data, **options, shuffle=None, verbose=0)
-        found.append((history["loss"], history["val_mae"]))
-    assert found[0] == found[1]
+    expected = (X, np.where(is_masked, 0, y), weights)
+    for found in prepare(X, masked, validation_data=(X, masked)):
+        assert_same(found, expected)
+    assert_same(normalize((X, masked)), normalize(expected))
+    weighted = prepare(X, masked, W)[0][2]
+    np.testing.assert_array_equal(weighted, (W * weights.T).T)
 
 
 def test_masked_inputs_and_masks_that_have_no_place_are_refused():
@@ -318,24 +293,6 @@ def test_masked_inputs_and_masks_that_have_no_place_are_refused():
     assert normalize((np.ma.masked_greater(X, 99), Y)).inputs[0].shape == X.shape
 
 
-@pytest.mark.slow
-def test_a_list_of_targets_is_the_targets_of_several_outputs():
-    class Two(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(1)(x), nn.Dense(1)(x)
-
-    def loss(a, b, first, second):
-        return ((a - first) ** 2 + (b - second) ** 2)[:, 0]
-
-    targets = X.sum(1, keepdims=True)
-    losses = [
-        ff.Model(Two(), optax.sgd(0.1), loss).fit(X, y, verbose=0)["loss"]
-        for y in ([targets, -targets], (targets, -targets))
-    ]
-    assert losses[0] == losses[1]
-
-
 def test_class_weights_count_in_training_only():
     options = {"sample_weight": W, "class_weight": {1: 3.0}}
     (x, y, w), (_, y_held_out, w_held_out) = prepare(X, Y, **options, validation_split=0.25)
@@ -344,14 +301,9 @@ def test_class_weights_count_in_training_only():
     held_out = np.setdiff1d(np.arange(20), rows)
     np.testing.assert_array_equal(w_held_out, W[held_out])
     np.testing.assert_array_equal(y_held_out, Y[held_out])
-    weights = prepare(X, Y, class_weight={1: 3.0}, validation_split=0.25)[1][2]
-    assert weights is None
-
-
-def test_class_weights_multiply_those_of_the_examples():
-    np.testing.assert_array_equal(
-        prepare((X, Y, W), class_weight={0: 0.0, 1: 2.0})[0][2], np.where(Y == 1, 2 * W, 0)
-    )
+    assert prepare(X, Y, class_weight={1: 3.0}, validation_split=0.25)[1][2] is None
+    of_floats = prepare(X, Y.astype(np.float32), class_weight={0: 0.0, 1: 2.0})[0][2]
+    np.testing.assert_array_equal(of_floats, np.where(Y == 1, 2, 0))
 
 
 @pytest.mark.parametrize(
@@ -370,14 +322,6 @@ def test_class_weights_multiply_those_of_the_examples():
 def test_wrong_class_weights_are_refused_in_words(class_weight, error, message):
     with pytest.raises(error, match=message):
         prepare(X, Y, class_weight=class_weight)
-
-
-def test_class_weights_are_of_labels_not_of_other_numbers():
-    np.testing.assert_array_equal(
-        prepare(X, Y.astype(np.float32), class_weight={1: 2.0})[0][2], np.where(Y == 1, 2, 1)
-    )
-    with pytest.raises(ValueError, match="labels as targets y, got numbers that are not whole"):
-        prepare(X, X[:, 0] / 3, class_weight={1: 2.0})
 
 
 @pytest.mark.parametrize(
@@ -405,6 +349,7 @@ def test_wrong_sample_weights_are_refused_in_words(weights, message):
         ((X, 3), TypeError, "y must hold one row per example, got the scalar"),
         (([[1.0, 2.0], [3.0]],), ValueError, "lists of different lengths"),
         (((X, Y, W), None, W), ValueError, "either in the data set or as sample_weight"),
+        ((X, X[:, 0], None, {1: 2.0}), ValueError, "labels as targets y, got .* not whole"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -413,13 +358,18 @@ def test_what_does_not_fit_together_is_refused_in_words(arguments, error, messag
         prepare(*arguments)
 
 
-def test_parts_of_the_validation_data_are_named():
-    with pytest.raises(ValueError, match=r"validation_data\[0\] has 20 rows but .*\[1\] has 5"):
-        prepare(X, Y, validation_data=(X, Y[:5]))
-    with pytest.raises(ValueError, match="weights of validation_data must be finite"):
-        prepare(X, Y, validation_data=(X, Y, -W))
-    with pytest.raises(TypeError, match="validation_data must be .* got 4 parts"):
-        prepare(X, Y, validation_data=(X, Y, W, W))
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((X, Y[:5]), r"validation_data\[0\] has 20 rows but .*\[1\] has 5"),
+        ((X, Y, -W), "weights of validation_data must be finite"),
+        ((X, Y, W, W), "validation_data must be .* got 4 parts"),
+    ],
+    ids=["rows", "weights", "parts"],
+)
+def test_parts_of_the_validation_data_are_named(data, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        prepare(X, Y, validation_data=data)
 
 
 def test_weights_in_the_order_of_the_outputs_are_by_name():

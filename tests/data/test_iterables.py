@@ -17,11 +17,6 @@ def generate():
     yield from BATCHES
 
 
-def broken():
-    yield BATCHES[0]
-    raise OSError("the disk is gone")
-
-
 def test_batches_are_passed_over_once_unless_epochs_are_given():
     assert numbers(as_stream(BATCHES)) == [0, 1, 2, 3, 4]
     assert numbers(as_stream(BATCHES, epochs=2)) == [0, 1, 2, 3, 4] * 2
@@ -131,45 +126,34 @@ def test_a_position_of_other_data_is_refused(state):
         as_stream(BATCHES).set_state(state)
 
 
-def test_a_generator_that_raised_is_not_finished_but_broken():
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyboardInterrupt()], ids=repr)
+def test_a_generator_that_raised_is_not_finished_but_broken(error):
+    def broken():
+        yield BATCHES[0]
+        raise error
+
     stream = as_stream(broken())
     next(stream)
-    with pytest.raises(OSError, match="the disk is gone") as first:
+    with pytest.raises(type(error)):
         next(stream)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="after it raised OSError: the disk is gone") as then:
+        with pytest.raises(RuntimeError, match=f"after it raised {type(error).__name__}") as then:
             next(stream)
-        assert then.value.__cause__ is first.value
-
-
-def test_an_interrupt_inside_a_generator_does_not_end_the_data():
-    def interrupted():
-        yield BATCHES[0]
-        raise KeyboardInterrupt
-
-    stream = as_stream(interrupted())
-    next(stream)
-    with pytest.raises(KeyboardInterrupt):
-        next(stream)
-    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
-        next(stream)
+        assert then.value.__cause__ is error and str(error) in str(then.value)
 
 
 def test_an_iterator_that_recovers_goes_on():
-    class Flaky:
-        def __init__(self):
-            self.n = 0
+    results = iter([BATCHES[0], TimeoutError("try again"), BATCHES[2]])
 
+    class Flaky:
         def __iter__(self):
             return self
 
         def __next__(self):
-            self.n += 1
-            if self.n == 2:
-                raise TimeoutError("try again")
-            if self.n == 4:
-                raise StopIteration
-            return BATCHES[self.n - 1]
+            result = next(results)
+            if isinstance(result, Exception):
+                raise result
+            return result
 
     stream = as_stream(Flaky())
     next(stream)
@@ -247,10 +231,3 @@ def test_the_length_of_rows_may_differ_from_order_to_order():
     stream = as_stream(longer)
     stream.set_state(state_after(BATCHES, 3))
     assert numbers(stream) == [3, 4]
-
-
-def test_a_position_saved_without_a_description_is_taken():
-    stream = as_stream(BATCHES)
-    stream.set_state({"delivered": 3})
-    assert numbers(stream) == [3, 4]
-    assert stream.get_state()["data"]["first_batch"]

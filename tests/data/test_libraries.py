@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import thorough
+from marks import diagonal, slow, thorough
 from sklearn.datasets import load_digits
 
 from flaxfit.data import as_stream, one_pass, prefetch
@@ -34,14 +34,6 @@ def assert_same_batches(batches, expected):
 
 
 @pytest.fixture
-def torch():
-    pytest.importorskip("torch", reason="torch is not installed")
-    import torch.utils.data
-
-    return torch
-
-
-@pytest.fixture
 def datasets():
     return pytest.importorskip("datasets", reason="datasets is not installed")
 
@@ -53,10 +45,7 @@ def tf():
 
 @pytest.fixture
 def grain():
-    pytest.importorskip("grain", reason="grain is not installed")
-    import grain.python
-
-    return grain.python
+    return pytest.importorskip("grain.python", reason="grain is not installed")
 
 
 class Rows:
@@ -72,17 +61,17 @@ class Rows:
         return "Rows()"
 
 
-def map_dataset(grain):
-    return grain.MapDataset.source(Rows()).shuffle(seed=1).batch(8)
+def map_dataset(grain, size=8):
+    return grain.MapDataset.source(Rows()).shuffle(seed=1).batch(size)
 
 
-def iter_dataset(grain):
+def iter_dataset(grain, size=8):
     rows = grain.MapDataset.source(Rows()).shuffle(seed=1)
-    return rows.to_iter_dataset().map(lambda row: (row[0] / 16, row[1])).batch(8)
+    return rows.to_iter_dataset().map(lambda row: (row[0] / 16, row[1])).batch(size)
 
 
 def repeated_dataset(grain):
-    return map_dataset(grain).repeat()
+    return map_dataset(grain).repeat(4)
 
 
 def shuffled_in_a_window(grain):
@@ -90,11 +79,11 @@ def shuffled_in_a_window(grain):
     return grain.experimental.WindowShuffleIterDataset(dataset, window_size=3, seed=2)
 
 
-def data_loader(grain):
+def data_loader(grain, size=8):
     return grain.DataLoader(
         data_source=Rows(),
         sampler=grain.IndexSampler(len(X), grain.NoSharding(), shuffle=True, num_epochs=1, seed=4),
-        operations=[grain.Batch(8)],
+        operations=[grain.Batch(size)],
         worker_count=0,
     )
 
@@ -148,20 +137,9 @@ def test_a_position_of_grain_in_batches_of_another_size_is_refused(grain, make):
     first = as_stream(make(grain))
     next(first)
     state = json.loads(json.dumps(first.get_state()))
-
     as_stream(make(grain)).set_state(state)
-    known = state["data"]
-    known["first_batch"] = [text.replace("[8", "[16") for text in known["first_batch"]]
-    with pytest.raises(ValueError, match=r"(?s)saved: .*\[16, :\].*here: .*\[8, :\]"):
-        as_stream(make(grain)).set_state(state)
-
-
-def test_a_grain_pipeline_with_another_batch_size_is_told_by_its_first_batch(grain):
-    rows = grain.MapDataset.source(Rows()).to_iter_dataset()
-    first = as_stream(rows.batch(8))
-    next(first)
-    with pytest.raises(ValueError, match=r"(?s)\[8, :\].*here: .*\[16, :\]"):
-        as_stream(rows.batch(16)).set_state(first.get_state())
+    with pytest.raises(ValueError, match=r"(?s)saved: .*\[8, :\].*here: .*(\[16, :|: 4)"):
+        as_stream(make(grain, 16)).set_state(state)
 
 
 def test_a_position_of_grain_saved_without_a_description_is_taken(grain):
@@ -181,7 +159,9 @@ def torch_loader(torch, **options):
 
 # Workers are spawned: JAX's threads make a forked one a possible deadlock, and JAX warns of it.
 @pytest.mark.parametrize(
-    "workers", [{}, {"num_workers": 1, "multiprocessing_context": "spawn"}], ids=["none", "one"]
+    "workers",
+    [{}, slow({"num_workers": 1, "multiprocessing_context": "spawn"})],
+    ids=["none", "one"],
 )
 def test_a_torch_loader_gives_arrays(torch, workers):
     stream = as_stream(torch_loader(torch, **workers), epochs=2)
@@ -225,17 +205,8 @@ def test_torch_tensors_that_numpy_refuses_become_arrays(torch):
         np.testing.assert_array_equal(inputs.astype(np.float32), np.ones((8, 3)))
 
 
-def test_a_torch_loader_resumes_by_skipping(torch, capsys):
-    first, second = as_stream(torch_loader(torch)), as_stream(torch_loader(torch))
-    list(itertools.islice(first, 3))
-    second.set_state(first.get_state())
-    assert_same_batches(second, first)
-    assert "skipping 3 batches of a DataLoader" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("n_delivered", [2, 10])
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["", "ahead"])
-def test_a_seeded_torch_loader_resumes_on_the_same_batches(torch, n_delivered, is_ahead):
+@pytest.mark.parametrize(("n_delivered", "is_ahead"), diagonal([2, 10], [False, True]))
+def test_a_seeded_torch_loader_resumes_by_skipping(torch, n_delivered, is_ahead, capsys):
     def make():
         generator = torch.Generator().manual_seed(5)
         loader = torch_loader(torch, shuffle=True, generator=generator)
@@ -247,18 +218,7 @@ def test_a_seeded_torch_loader_resumes_on_the_same_batches(torch, n_delivered, i
     next(second)  # A sample, as a loop takes one before it is resumed.
     second.set_state(json.loads(json.dumps(first.get_state())))
     assert_same_batches(second, first)
-
-
-def test_a_shuffled_tensorflow_dataset_resumes_on_the_same_batches(tf):
-    def make():
-        rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(50, seed=1)
-        return as_stream(rows.batch(8), epochs=3)
-
-    first, second = make(), make()
-    list(itertools.islice(first, 10))
-    next(second)
-    second.set_state(first.get_state())
-    assert_same_batches(second, first)
+    assert f"skipping {n_delivered - 1} batches of a DataLoader" in capsys.readouterr().err
 
 
 def test_a_torch_dataset_that_is_no_loader_is_refused(torch):
@@ -276,9 +236,14 @@ def test_a_tensorflow_dataset_gives_arrays(tf):
     assert_same_batches(one_pass(dataset), [(X, Y)])
 
 
-def test_a_tensorflow_dataset_of_mappings_and_without_length_works(tf):
+def test_a_tensorflow_dataset_of_mappings_and_without_length_works_and_resumes(tf):
     dataset = tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8).filter(lambda _: True)
     assert_same_batches(as_stream(dataset), [(X, Y)])
+    first, second = (as_stream(dataset.shuffle(9, seed=1), epochs=3) for _ in range(2))
+    list(itertools.islice(first, 10))
+    next(second)
+    second.set_state(first.get_state())
+    assert_same_batches(second, first)
 
 
 @pytest.fixture(params=["Dataset", "IterableDataset"])
@@ -291,7 +256,9 @@ def test_a_hugging_face_dataset_is_cut_into_batches(rows):
     batches = list(as_stream(rows, batch_size=8))
     assert [len(batch["x"]) for batch in batches] == [8] * 6 + [2]
     assert_same_batches(batches, [(X, Y)])
-    whole = list(as_stream(rows, batch_size=8, drop_remainder=True))
+    whole = as_stream(rows, batch_size=8, drop_remainder=True)
+    if hasattr(rows, "__len__"):
+        assert (len(as_stream(rows, batch_size=8)), len(whole)) == (7, 6)
     assert [len(batch["x"]) for batch in whole] == [8] * 6
 
 
@@ -305,12 +272,6 @@ def test_each_epoch_of_a_hugging_face_dataset_has_its_own_order(rows):
     assert not np.array_equal(targets[:50], targets[50:])
     np.testing.assert_array_equal(targets, read(seed=3))
     assert not np.array_equal(targets, read(seed=4))
-
-
-def test_the_length_of_a_hugging_face_dataset_is_in_batches(datasets):
-    dataset = datasets.Dataset.from_dict({"x": X, "y": Y})
-    assert len(as_stream(dataset, batch_size=8)) == 7
-    assert len(as_stream(dataset, batch_size=8, drop_remainder=True)) == 6
 
 
 @pytest.mark.parametrize(

@@ -125,12 +125,11 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens, segment_ids, positions):
-        x = nn.Embed(20, 16)(tokens) + nn.Embed(LENGTH, 16)(positions)
+        x = nn.Embed(20, 8)(tokens) + nn.Embed(LENGTH, 8)(positions)
         mask = nn.combine_masks(
             nn.make_attention_mask(segment_ids, segment_ids, jnp.equal), nn.make_causal_mask(tokens)
         )
-        x += nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x), mask=mask)
-        return nn.Dense(20)(nn.LayerNorm()(x))
+        return nn.Dense(20)(x + nn.MultiHeadDotProductAttention(2)(x, mask=mask))
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,13 @@ def test_the_batches_are_those_of_the_stream(n):
     def stream():
         return ArrayStream(np.arange(11), batch_size=2, shuffle=True, epochs=3)
 
-    assert numbers(prefetch(stream(), n)) == numbers(stream())
+    ahead, n_threads = prefetch(stream(), n), threading.active_count()
+    assert len(ahead) == 6
+    assert numbers(ahead) == numbers(stream())
+    assert threading.active_count() == n_threads  # The thread ends with the data.
+    assert list(ahead) == []
+    with pytest.raises(ValueError, match="Cannot assemble 0 batches ahead"):
+        prefetch(stream(), 0)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -114,14 +120,6 @@ def test_an_error_is_raised_where_the_batch_is_wanted_with_its_own_traceback():
         next(stream)
 
 
-def test_the_end_of_the_data_ends_the_thread():
-    before = threading.active_count()
-    stream = prefetch(ArrayStream(np.arange(4), epochs=1))
-    assert len(list(stream)) == 1
-    assert threading.active_count() == before
-    assert list(stream) == []
-
-
 def test_a_closed_stream_ends_its_thread_and_gives_no_more():
     stream = prefetch(Counting())
     next(stream)
@@ -147,15 +145,6 @@ def test_one_pass_leaves_the_prefetched_stream_where_it_is():
     assert numbers(one_pass(stream)) == numbers(one_pass(stream)) == [[0, 1], [2, 3], [4]]
     assert next(stream)[0].tolist() == [2, 3]
     stream.close()
-
-
-def test_the_length_is_that_of_the_stream():
-    assert len(prefetch(ArrayStream(np.arange(5), batch_size=2))) == 3
-
-
-def test_a_number_below_one_is_refused():
-    with pytest.raises(ValueError, match="Cannot assemble 0 batches ahead"):
-        prefetch(ArrayStream(np.arange(5)), 0)
 
 
 class Plain:

@@ -127,42 +127,25 @@ def test_a_data_set_has_lists_of_numbers_made_arrays():
 
 
 @pytest.mark.parametrize(
-    ("roles", "columns", "parts"),
+    ("roles", "columns", "message"),
     [
-        (
-            Roles("pixels", "label"),
-            IMAGES,
-            ["lacks the column 'pixels'", "in its inputs", "'image', 'label', 'id'"],
-        ),
-        (Roles("image", {"a": "class"}), IMAGES, ["lacks the column 'class'", "in its targets"]),
-        (Roles("image", weights="mask"), IMAGES, ["lacks the column 'mask'", "in its weights"]),
-        (
-            Roles(call=("x",)),
-            IMAGES,
-            [
-                "Cannot tell the roles of the columns 'image', 'label', 'id'",
-                "takes 'x'",
-                "inputs='image'",
-            ],
-        ),
-        (Roles(call=("x", "y")), {"x": X, "id": Y}, ["Cannot tell", "'x', 'id'", "takes 'x', 'y'"]),
-        (
-            Roles(call=("x",)),
-            {"x": X, "image": X},
-            ["Cannot tell the roles of the columns 'x', 'image'"],
-        ),
-        (Roles(targets="label"), IMAGES, ["which of the columns 'image', 'id' are inputs"]),
+        (Roles("pixels"), IMAGES, "column 'pixels', .* its inputs: .* 'image', 'label', 'id'"),
+        (Roles("image", {"a": "class"}), IMAGES, "lacks the column 'class', .* in its targets"),
+        (Roles("image", weights="mask"), IMAGES, "lacks the column 'mask', .* in its weights"),
+        (Roles(call=("x",)), IMAGES, "'image', 'label', 'id' of .* takes 'x'.* inputs='image'"),
+        (Roles(call=("x", "y")), {"x": X, "id": Y}, "Cannot tell .* 'x', 'id' .* takes 'x', 'y'"),
+        (Roles(call=("x",)), {"x": X, "image": X}, "the roles of the columns 'x', 'image'"),
+        (Roles(targets="label"), IMAGES, "which of the columns 'image', 'id' are inputs"),
         (
             Roles("image"),
             {**IMAGES, "target": Y},
-            ["which of the columns 'label', 'target' are the targets", "targets=() for none"],
+            r"which .* 'label', 'target' are the targets.*targets=\(\) for none",
         ),
     ],
 )
-def test_what_is_missing_or_unclear_is_refused_in_words(roles, columns, parts):
-    with pytest.raises(ValueError) as caught:
+def test_what_is_missing_or_unclear_is_refused_in_words(roles, columns, message):
+    with pytest.raises(ValueError, match=message):
         roles(columns)
-    assert [part for part in parts if part not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize("role", ["inputs", "targets", "weights"])
@@ -170,8 +153,5 @@ def test_what_is_missing_or_unclear_is_refused_in_words(roles, columns, parts):
 def test_what_is_no_name_is_refused(role, given):
     with pytest.raises(TypeError, match=f"Owner: {role} names the columns"):
         Roles(**{role: given}).check("Owner")
-
-
-def test_weights_are_one_column():
     with pytest.raises(TypeError, match="Owner: weights names the columns"):
         Roles(weights=("a", "b")).check("Owner")
