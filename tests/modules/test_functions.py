@@ -5,14 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from flaxfit.modules import ModelFunctions, from_function, train_and_eval
-
-
-def test_a_pair_of_functions_unpacks():
-    functions = from_function(lambda w, x: w * x, jnp.ones(2))
-    init, apply = functions
-    assert isinstance(functions, ModelFunctions)
-    assert (init, apply) == (functions.init, functions.apply)
+from flaxfit.modules import from_function, train_and_eval
 
 
 def test_given_parameters_are_copied_so_that_donation_leaves_them_alone():

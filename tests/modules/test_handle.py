@@ -40,26 +40,18 @@ def test_modules_and_classes_of_nnx_are_known_from_functions():
     assert not any(map(is_module, (Linen, Linen().apply, lambda rngs: Net(rngs), None, 3)))
 
 
-@pytest.mark.parametrize("kind", ["class", "factory", "instance"])
-def test_the_module_of_a_state_holds_its_weights_in_evaluation_mode(kind):
-    make = {"class": Net, "factory": lambda rngs: Net(rngs)}.get(kind) or Net(nnx.Rngs(0))
+@pytest.mark.parametrize(
+    "make",
+    [Net, lambda rngs: Net(rngs), Net(nnx.Rngs(0)), Linen()],
+    ids=["class", "factory", "instance", "linen"],
+)
+def test_the_module_of_a_state_holds_its_weights_in_evaluation_mode(make):
     (init, apply), (_, evaluate) = train_and_eval(make)
-    variables = init(jax.random.key(1), X)
-    module = handle_of(apply).merged(variables)
-    assert isinstance(module, Net) and module is not make
-    np.testing.assert_array_equal(module(X), evaluate(variables, X))
-    np.testing.assert_array_equal(module.layer.kernel[...], variables["params"]["layer"]["kernel"])
-
-
-def test_the_module_of_linen_is_bound():
-    (init, apply), (_, evaluate) = train_and_eval(Linen())
     variables = init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, X)
-    for function in (apply, Linen().apply):
+    for function in (apply, make.apply) if isinstance(make, Linen) else (apply,):
         module = handle_of(function).merged(variables)
+        assert isinstance(module, Net | Linen) and module is not make
         np.testing.assert_array_equal(module(X), evaluate(variables, X))
-
-
-def test_functions_have_no_module():
     assert handle_of(lambda v, x: x) is None and handle_of(None) is None
 
 

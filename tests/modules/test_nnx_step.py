@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from loops import assert_close, assert_equal
 from marks import thorough
 
 import flaxfit as ff
@@ -82,7 +83,7 @@ def make_gan():
     }
 
 
-def make_loop(step, init=None, data=None, **options):
+def loop_of(step, init=None, data=None, **options):
     data = data or ff.ArrayStream(X, Y, batch_size=16)
     options = {"devices": jax.devices()[:1], "n_steps": 6, "stdout": False, **options}
     init = step.init if init is None else init
@@ -90,7 +91,7 @@ def make_loop(step, init=None, data=None, **options):
 
 
 def gan_loop(step, init=None, **options):
-    return make_loop(step, init, ff.ArrayStream(X, batch_size=16), **options)
+    return loop_of(step, init, ff.ArrayStream(X, batch_size=16), **options)
 
 
 def last(loop):
@@ -102,9 +103,10 @@ def arrays(*objects):
     return jax.tree.leaves([nnx.state(each, nnx.Not(nnx.RngState)) for each in objects])
 
 
-def assert_equal(one, other, **tolerances):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, **{"rtol": 0, **tolerances})
+@pytest.fixture(scope="module")
+def expected():
+    """The state that `train_step` trains to."""
+    return last(loop_of(nnx_step(train_step, **make()))).state
 
 
 def batches(n):
@@ -120,7 +122,7 @@ def keys_of(loop, i):
 @pytest.mark.slow
 def test_it_equals_a_loop_of_nnx_jit_with_batch_norm_and_dropout():
     step = nnx_step(train_step, **make())
-    loop = make_loop(step)
+    loop = loop_of(step)
     by_hand = make()
     compiled = nnx.jit(train_step)
     streams = by_hand["model"].dropout.rngs
@@ -130,7 +132,7 @@ def test_it_equals_a_loop_of_nnx_jit_with_batch_norm_and_dropout():
         sums = compiled(**by_hand, batch=batch)
         assert checkpoint.metrics == pytest.approx(jax.tree.map(float, sums), rel=1e-6)
     step.write_back(loop.state)
-    assert_equal(arrays(*step._objects.values()), arrays(*by_hand.values()), rtol=1e-6, atol=1e-7)
+    assert_close(arrays(*step._objects.values()), arrays(*by_hand.values()), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -143,20 +145,8 @@ def test_two_optimizers_of_a_gan_equal_those_by_hand():
         sums = compiled(**by_hand, batch=batch, rngs=nnx.Rngs(keys_of(loop, i)[1]))
         assert checkpoint.metrics == pytest.approx(jax.tree.map(float, sums), rel=1e-6)
     step.write_back(loop.state)
-    assert_equal(arrays(*objects.values()), arrays(*by_hand.values()), rtol=1e-6, atol=1e-7)
+    assert_close(arrays(*objects.values()), arrays(*by_hand.values()), rtol=1e-6, atol=1e-7)
     assert int(objects["g_optimizer"].step[...]) == 6
-
-
-@pytest.mark.slow
-def test_the_state_is_plain_and_has_the_names_of_several_modules():
-    state = gan_loop(nnx_step(gan_step, **make_gan())).next_step().state
-    assert {*state.params} == {"generator", "discriminator"}
-    assert {*state.params["discriminator"]["layers"]} == {"0", "1", "3"}
-    assert {*state.model_state} == {"batch_stats"}
-    assert isinstance(state.opt_state["d_optimizer"]["opt_state"][0], optax.ScaleByAdamState)
-    mu = state.opt_state["d_optimizer"]["opt_state"][0].mu
-    assert jax.tree.structure(mu) == jax.tree.structure(state.params["discriminator"])
-    assert not any("nnx" in type(each).__module__ for each in jax.tree.leaves(state))
 
 
 @pytest.mark.slow
@@ -181,12 +171,11 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
     ],
     ids=["scan", "4", "both"],
 )
-def test_it_runs_in_one_program_of_several_steps_and_over_several_devices(options):
-    expected = last(make_loop(nnx_step(train_step, **make())))
-    loop = make_loop(nnx_step(train_step, **make()), first_checkpoint=6, **options)
+def test_it_runs_in_one_program_of_several_steps_and_over_several_devices(expected, options):
+    loop = loop_of(nnx_step(train_step, **make()), first_checkpoint=6, **options)
     if "devices" in options:
         assert isinstance(loop.strategy, ff.Sharded) and loop.strategy.n_devices == 4
-    assert_equal(last(loop).state.variables, expected.state.variables, rtol=1e-4, atol=1e-6)
+    assert_close(last(loop).state.variables, expected.variables, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -196,17 +185,17 @@ def test_states_of_its_optimizers_lie_where_their_parameters_do():
         objects = make(model=nnx.Linear(4, 1, kernel_init=kernel_init, rngs=nnx.Rngs(0)))
     strategy = ff.Sharded({"data": 2, "model": 2}, rules=[("batch", "data"), ("embed", "model")])
     step = nnx_step(train_step, **objects)
-    loop = make_loop(step, devices=None, strategy=strategy)
+    loop = loop_of(step, devices=None, strategy=strategy)
     state = loop.state_in_place
     adam = state.opt_state["optimizer"]["opt_state"][0]
     for kernel in (state.params["kernel"], adam.mu["kernel"], adam.nu["kernel"]):
         assert kernel.sharding.spec == jax.P("model")
-    expected = last(make_loop(step)).state
-    assert_equal(last(loop).state.params, expected.params, rtol=1e-5, atol=1e-6)
+    expected = last(loop_of(step)).state
+    assert_close(last(loop).state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_a_model_and_optimizer_in_one_is_split():
+def test_a_model_and_optimizer_in_one_is_split(expected):
     def step(optimizer, batch):
         (x,), (y,) = batch.inputs, batch.targets
         loss, grads = nnx.value_and_grad(lambda model: ((model(x) - y) ** 2).mean())(
@@ -217,9 +206,8 @@ def test_a_model_and_optimizer_in_one_is_split():
 
     optimizer = nnx.ModelAndOptimizer(Net(nnx.Rngs(0)), optax.adam(0.1))
     made = nnx_step(step, optimizer=optimizer)
-    checkpoint = last(make_loop(made))
-    expected = last(make_loop(nnx_step(train_step, **make()))).state
-    assert_equal(checkpoint.state.variables, expected.variables, rtol=1e-6, atol=1e-7)
+    checkpoint = last(loop_of(made))
+    assert_close(checkpoint.state.variables, expected.variables, rtol=1e-6, atol=1e-7)
     model = optimizer.model
     made.write_back(checkpoint.state)
     assert optimizer.model is model
@@ -233,7 +221,7 @@ def test_one_module_is_evaluated_and_returned_as_ever():
     objects = make()
     model = objects["model"]
     task = ff.EvalTask(model, ["mse"], (X, Y))
-    loop = make_loop(nnx_step(train_step, **objects), model, callbacks=ff.EvalLoop(task))
+    loop = loop_of(nnx_step(train_step, **objects), model, callbacks=ff.EvalLoop(task))
     checkpoint = last(loop)
     module = checkpoint.module()
     assert module is not model and not objects["optimizer"].step[...]
@@ -242,16 +230,24 @@ def test_one_module_is_evaluated_and_returned_as_ever():
 
 
 @pytest.mark.slow
-def test_of_several_modules_each_is_evaluated_by_its_name():
+def test_of_several_modules_each_is_in_the_plain_state_and_evaluated_by_its_name():
     checkpoint = gan_loop(nnx_step(gan_step, **make_gan())).next_step()
+    state = checkpoint.state
+    assert {*state.params} == {"generator", "discriminator"}
+    assert {*state.params["discriminator"]["layers"]} == {"0", "1", "3"}
+    assert {*state.model_state} == {"batch_stats"}
+    adam = state.opt_state["d_optimizer"]["opt_state"][0]
+    assert isinstance(adam, optax.ScaleByAdamState)
+    assert jax.tree.structure(adam.mu) == jax.tree.structure(state.params["discriminator"])
+    assert not any("nnx" in type(each).__module__ for each in jax.tree.leaves(state))
     found = checkpoint.module()
     assert found["discriminator"].layers[1].use_running_average
     whole = nnx.Dict({name: make_gan()[name] for name in ("generator", "discriminator")})
     apply = from_nnx(whole, call=lambda both, z: both["generator"](z), train=False).apply
     z = np.ones((2, 3), np.float32)
-    np.testing.assert_array_equal(apply(checkpoint.state.variables, z), found["generator"](z))
+    np.testing.assert_array_equal(apply(state.variables, z), found["generator"](z))
     with pytest.raises(TypeError, match="modules of nnx_step have no call"):
-        nnx_step(gan_step, **make_gan()).apply(checkpoint.state.variables, z)
+        nnx_step(gan_step, **make_gan()).apply(state.variables, z)
 
 
 @pytest.mark.slow
@@ -268,7 +264,7 @@ def test_a_model_is_fitted_by_it_and_holds_the_weights_when_fit_ends():
 @pytest.mark.slow
 def test_hyperparameters_of_its_optimizers_are_read_and_set():
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-    loop = make_loop(nnx_step(train_step, **make(tx)))
+    loop = loop_of(nnx_step(train_step, **make(tx)))
     loop.next_step()
     assert loop.hyperparams["learning_rate"] == 0.5
     loop.set_hyperparams(learning_rate=0.0)
@@ -280,7 +276,7 @@ def test_hyperparameters_of_its_optimizers_are_read_and_set():
 def test_masked_optimizers_and_those_of_a_part_are_split():
     model = Net(nnx.Rngs(0))
     tx = optax.masked(optax.adam(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
-    make_loop(nnx_step(train_step, **make(tx, model))).next_step()
+    loop_of(nnx_step(train_step, **make(tx, model))).next_step()
 
     def step(model, optimizer, batch):
         part = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("layers")))
@@ -289,23 +285,22 @@ def test_masked_optimizers_and_those_of_a_part_are_split():
         return {}
 
     optimizer = nnx.Optimizer(model.layers, optax.adam(0.1), wrt=nnx.Param)
-    state = make_loop(nnx_step(step, model=model, optimizer=optimizer)).next_step().state
+    state = loop_of(nnx_step(step, model=model, optimizer=optimizer)).next_step().state
     np.testing.assert_array_equal(state.params["hidden"]["kernel"], model.hidden.kernel[...])
     moved = np.abs(state.params["layers"]["0"]["kernel"] - model.layers[0].kernel[...])
     np.testing.assert_allclose(moved, 0.1, rtol=1e-4)
 
 
 @pytest.mark.slow
-def test_a_module_and_a_part_of_it_are_one_in_the_state():
+def test_a_module_and_a_part_of_it_are_one_in_the_state(expected):
     def step(model, part, optimizer, batch):
         assert model.hidden is part
         return train_step(model, optimizer, batch)
 
     objects = make()
     made = nnx_step(step, **objects, part=objects["model"].hidden)
-    state = last(make_loop(made)).state
-    expected = last(make_loop(nnx_step(train_step, **make()))).state.params
-    assert_equal(state.params["model"]["hidden"], expected["hidden"], rtol=1e-6, atol=1e-7)
+    state = last(loop_of(made)).state
+    assert_close(state.params["model"]["hidden"], expected.params["hidden"], rtol=1e-6, atol=1e-7)
     assert {*state.params} == {"model"}
 
 
@@ -321,7 +316,7 @@ def test_what_layers_sow_is_no_part_of_the_state():
 
     objects = make(model=Sowing(nnx.Rngs(0)))
     objects["model"](X)
-    assert {*last(make_loop(nnx_step(train_step, **objects))).state.variables} == {"params"}
+    assert {*last(loop_of(nnx_step(train_step, **objects))).state.variables} == {"params"}
 
 
 MODEL = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
@@ -355,7 +350,7 @@ def test_a_step_without_modules_or_sums_is_named():
         nnx_step(lambda batch: {})
     step = nnx_step(lambda model, batch: model(batch.inputs[0]).mean(), model=MODEL)
     with pytest.raises(TypeError, match=r"returned .*Tracer; expected numbers by the names"):
-        make_loop(step).next_step()
+        loop_of(step).next_step()
 
 
 def test_optimizers_and_states_of_others_are_refused():
@@ -364,6 +359,6 @@ def test_optimizers_and_states_of_others_are_refused():
         ff.TrainTask(step=step, optimizer=optax.sgd(0.1))
     state = ff.TrainState.create(optax.sgd(0.1), step.init(None))
     with pytest.raises(ValueError, match=r"TrainLoop\(step.init"):
-        make_loop(step, state).next_step()
+        loop_of(step, state).next_step()
     with pytest.raises(TypeError, match="updated in its function alone"):
         step.optimizer.update({}, {})

@@ -72,11 +72,7 @@ def test_adapters_are_trained_as_in_a_plain_loop(strategy, kind):
     net = adapted(kind)
     before = nnx.to_pure_dict(nnx.state(net, nnx.Not(nnx.Any(nnx.LoRAParam, nnx.RngState))))
     model = ff.Model(
-        net,
-        optax.sgd(0.1),
-        "mse",
-        strategy=STRATEGIES[strategy](),
-        freeze=nnx.Not(nnx.LoRAParam),
+        net, optax.sgd(0.1), "mse", strategy=STRATEGIES[strategy](), freeze=nnx.Not(nnx.LoRAParam)
     )
     model.fit(X, Y, batch_size=32, epochs=3, verbose=0)
     trained = nnx.to_pure_dict(nnx.state(net, nnx.LoRAParam))
