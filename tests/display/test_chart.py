@@ -7,19 +7,20 @@ import pytest
 from flaxfit.display._chart import COLOURS, sparkline, svg_chart
 
 
-def test_a_sparkline_runs_from_the_lowest_to_the_highest_of_eight_blocks():
-    assert sparkline(range(8)) == "▁▂▃▄▅▆▇█"
-    assert sparkline([3.0, -1.0]) == "█▁"
-
-
-def test_a_constant_series_is_flat_and_an_empty_one_is_empty():
-    assert sparkline([2.0, 2.0]) == "▁▁"
-    assert sparkline([]) == ""
-
-
-def test_missing_values_are_blanks_in_a_sparkline_and_do_not_scale_it():
-    assert sparkline([0.0, math.nan, math.inf, 1.0]) == "▁  █"
-    assert sparkline([math.nan]) == " "
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (range(8), "▁▂▃▄▅▆▇█"),
+        ([3.0, -1.0], "█▁"),
+        ([2.0, 2.0], "▁▁"),
+        ([], ""),
+        ([0.0, math.nan, math.inf, 1.0], "▁  █"),
+        ([math.nan], " "),
+    ],
+    ids=str,
+)
+def test_a_sparkline_runs_from_the_lowest_to_the_highest_with_blanks_for_missing(values, line):
+    assert sparkline(values) == line
 
 
 def test_a_long_series_is_shown_from_end_to_end_in_the_width():

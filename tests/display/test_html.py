@@ -79,14 +79,8 @@ def test_a_train_state_shows_its_step_its_sizes_and_its_arrays(state):
     page = ET.fromstring(state.replace_step(1200)._repr_html_())
     assert page.findtext("b") == "TrainState at step 1,200"
     assert page.findtext("small") == "8 params · params 28 B · model_state 8 B · opt_state 60 B"
-    assert [text_of(each).split(":")[0] for each in page.iter("summary")] == [
-        "params",
-        "model_state",
-        "opt_state",
-    ]
-
-
-def test_an_inference_state_shows_what_it_has(state):
+    names = [text_of(each).split(":")[0] for each in page.iter("summary")]
+    assert names == ["params", "model_state", "opt_state"]
     page = ET.fromstring(state.for_inference()._repr_html_())
     assert page.findtext("b") == "InferenceState at step 0"
     assert page.findtext("small") == "8 params · params 28 B · model_state 8 B"
@@ -103,18 +97,12 @@ def test_a_state_whose_step_cannot_be_read_is_shown_without_it(state):
 
 def test_a_model_shows_itself_before_and_after_it_was_trained():
     x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
-    model = ff.Model(
-        nn.Dense(1),
-        optax.sgd(0.1),
-        "mse",
-        {"a<b": "mae"},
-        strategy=ff.DataParallel(jax.devices()[:1]),
-    )
+    one = ff.DataParallel(jax.devices()[:1])
+    model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", {"a<b": "mae"}, strategy=one)
     before = ET.fromstring(model._repr_html_())
     assert before.findtext("b") == "Dense"
-    assert (
-        before.findtext("small") == "metrics a<b · 1 cpu device · no weights yet: call fit or load"
-    )
+    facts = "metrics a<b · 1 cpu device · no weights yet: call fit or load"
+    assert before.findtext("small") == facts
     model.fit(x, 2 * x, epochs=2, batch_size=8, verbose=0)
     after = ET.fromstring(model._repr_html_())
     assert after.findtext("b") == "Dense at step 4"

@@ -58,18 +58,12 @@ def test_durations_have_two_units(seconds, text):
     assert display.duration(seconds) == text
 
 
-def test_counts_and_speeds():
+def test_counts_speeds_and_sizes_have_a_unit():
     assert display.count(1437.4) == "1,437"
     assert display.plural(1, "epoch") == "1 epoch"
     assert display.plural(2000, "step") == "2,000 steps"
     assert display.rate(4712.3) == "4,712 steps/s"
     assert display.rate(0.0416) == "0.042 steps/s"
-
-
-def test_sizes_have_a_unit():
     assert [display.size(n) for n in (512, 38_440, 2.5e9)] == ["512 B", "38.4 kB", "2.5 GB"]
-
-
-def test_an_array_without_dimensions_is_a_scalar():
     assert display.is_scalar(0.5) and display.is_scalar(np.ones(()))
     assert not display.is_scalar(np.ones(2))

@@ -62,13 +62,9 @@ def test_evaluation_and_prediction_without_jit_name_it_too():
     )
     model.fit(X, Y, verbose=0)
     model.predict(X)
-    with jax.disable_jit():
-        with pytest.raises(RuntimeError, match=NAMES_IT):
-            model.evaluate(X, Y)
-        with pytest.raises(RuntimeError, match=NAMES_IT):
-            model.predict(X)
-        with pytest.raises(RuntimeError, match=NAMES_IT):
-            loop_over()
+    for use in lambda: model.evaluate(X, Y), lambda: model.predict(X), loop_over:
+        with jax.disable_jit(), pytest.raises(RuntimeError, match=NAMES_IT):
+            use()
 
 
 @pytest.mark.slow

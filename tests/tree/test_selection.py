@@ -12,11 +12,6 @@ def test_filters_are_known_from_patterns_and_predicates():
     assert not any(map(is_nnx_filter, others))
 
 
-def test_a_selection_is_a_pattern_with_another_label():
-    assert Selection("a|b", "LoRAParam") == "a|b"
-    assert label_of(Selection("a|b", "LoRAParam")) == "LoRAParam" and label_of("a|b") == "a|b"
-
-
 def test_a_selection_is_copied_with_its_label():
     made = Selection("a|b", "LoRAParam")
     for again in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
