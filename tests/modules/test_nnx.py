@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -234,6 +236,12 @@ def test_the_module_has_its_own_switch_set_and_its_named_inputs_passed_on():
     assert_equal(from_nnx(Switch()).apply({}, X, train=False), -X)
 
 
+def test_modes_reach_the_layers_that_have_them():
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(from_nnx(dropout, deterministic=True).apply({}, X), X)
+    assert not dropout.deterministic
+
+
 def test_init_returns_the_present_weights_and_update_nnx_writes_them_back():
     net, other = Net(nnx.Rngs(0)), Net(nnx.Rngs(1))
     init, apply = from_nnx(net, train=False)
@@ -241,7 +249,8 @@ def test_init_returns_the_present_weights_and_update_nnx_writes_them_back():
     update_nnx(net, variables)
     assert_equal(init(None), variables)
     before = apply(variables, X)
-    jax.tree.map(lambda leaf: leaf.delete(), variables)
+    for donated in variables, init(None):
+        jax.tree.map(lambda leaf: leaf.delete(), donated)
     np.testing.assert_allclose(
         nnx.view(net, deterministic=True, use_running_average=True)(X), before
     )
@@ -254,8 +263,10 @@ def test_update_nnx_writes_all_variables_or_none_and_names_what_does_not_fit():
     wrong = {**other, "batch_stats": {"norm": {"mean": jnp.zeros(5), "var": jnp.ones(6)}}}
     with pytest.raises(ValueError, match=r"batch_stats/norm/mean is \(6,\) .* and \(5,\)"):
         update_nnx(net, wrong)
-    with pytest.raises(ValueError, match="lack batch_stats/norm/mean, batch_stats/norm/var"):
-        update_nnx(net, {"params": other["params"]})
+    params = {"params": other["params"]}
+    for use in partial(update_nnx, net), partial(from_nnx(net, train=False).apply, x=X):
+        with pytest.raises(ValueError, match="lack batch_stats/norm/mean, .*var, .*holds them"):
+            use(params)
     assert_equal(from_nnx(net).init(None), variables)
     with pytest.raises(TypeError, match="instance of an NNX module"):
         update_nnx(Net, variables)
@@ -273,6 +284,31 @@ def test_a_trace_calls_the_module_once():
     init, apply = from_nnx(lambda rngs: nnx.Linear(4, 6, rngs=rngs), call=call)
     jax.jit(apply)(init(jax.random.key(0)), X)
     assert len(calls) == 1
+
+
+@pytest.mark.slow
+def test_training_under_pmap_is_training_of_the_same_replicas_one_by_one():
+    init, apply = from_nnx(Net, train=True)
+    variables, keys = init(jax.random.key(0)), jax.random.split(jax.random.key(1), 4)
+
+    def gradients(params, x, key):
+        def loss(params):
+            inputs = {**variables, "params": params}
+            y, updates = apply(inputs, x, rngs={"dropout": key}, mutable=["batch_stats"])
+            return jnp.square(y).mean(), updates
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    parallel = jax.pmap(gradients, in_axes=(None, 0, 0))(
+        variables["params"], X.reshape(4, 2, 4), keys
+    )
+    one = jax.jit(gradients)
+    for i in range(4):
+        expected = one(variables["params"], X.reshape(4, 2, 4)[i], keys[i])
+        mine = jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], parallel)
+        assert_close(mine, expected, atol=1e-5)
+    masks = np.asarray(parallel[0]["out"]["kernel"])
+    assert not np.array_equal(masks[0], masks[1])
 
 
 def test_a_class_that_needs_more_than_rngs_and_what_makes_no_module_are_worded_errors():

@@ -199,17 +199,18 @@ def leave_scratch(module, x):
     return module.scratch - 1
 
 
+@pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.parametrize(
-    ("effect", "message", "is_eager"),
+    ("effect", "message"),
     [
-        (set_made, r"creates self.made \(True\), which its next call would see", False),
-        (set_in_training, r"creates self.made \(True\)", True),
-        (count_in_held, r"creates self.held.calls \(1\)", False),
-        (replace_count, r"sets self.count \(BatchStat\)", True),
-        (create_state, r"creates self.created \(Count\)", False),
-        (create_layer, "creates the parameters self.lazy.*call the module once", True),
-        (create_unread, "adds or removes unread, by `sow` or by an assignment", False),
-        (append, r"changes the state Count/count from float32\[\] to float32\[2\]", True),
+        (set_made, r"creates self.made \(True\), which its next call would see"),
+        (set_in_training, r"creates self.made \(True\)"),
+        (count_in_held, r"creates self.held.calls \(1\)"),
+        (replace_count, r"sets self.count \(BatchStat\)"),
+        (create_state, r"creates self.created \(Count\)"),
+        (create_layer, "creates the parameters self.lazy.*call the module once"),
+        (create_unread, "adds or removes unread, by `sow` or by an assignment"),
+        (append, r"changes the state Count/count from float32\[\] to float32\[2\]"),
     ],
 )
 def test_what_a_second_call_would_see_is_refused(effect, message, is_eager):

@@ -85,6 +85,25 @@ def test_an_argument_that_the_caller_gives_wins():
     assert modes(Told(), train=True) == [True, True]
 
 
+def test_batch_norm_and_dropout_of_linen_follow_the_switch_without_a_key_in_evaluation():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(5)(x))
+            return nn.Dropout(0.5, deterministic=not train)(x)
+
+    training, evaluation = train_and_eval(Net())
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = training.init(rngs, x)
+    y, updates = training.apply(variables, x, rngs=rngs, mutable=["batch_stats"])
+    assert (np.asarray(y) == 0).any()
+    means = [tree["batch_stats"]["BatchNorm_0"]["mean"] for tree in (variables, updates)]
+    assert np.abs(means[0] - means[1]).max() > 1e-4
+    expected = Net().apply(variables, x, train=False)
+    np.testing.assert_array_equal(evaluation.apply(variables, x), expected)
+
+
 def test_a_module_without_a_switch_is_the_same_in_both():
     training, evaluation = train_and_eval(nn.Dense(2))
     variables = training.init(jax.random.key(0), X)
