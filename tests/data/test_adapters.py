@@ -17,13 +17,13 @@ W = np.linspace(0, 1, 10, dtype=np.float32)
         (X, Y, W),
         {"x": X, "y": Y, "w": W},
         {"inputs": X, "targets": Y, "weights": W},
-        Batch(X, Y, W),
+        Batch((X,), (Y,), W),
     ],
     ids=["tuple", "short names", "long names", "batch"],
 )
 def test_a_data_set_may_name_its_parts(data):
     (batch,) = as_stream(data, batch_size=10, epochs=1)
-    for found, expected in zip(batch, (X, Y, W), strict=True):
+    for found, expected in zip(jax.tree.leaves(batch), (X, Y, W), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -84,6 +84,7 @@ def test_options_reach_the_data_set():
         (3, TypeError, "Cannot read batches from int: 3. Give arrays"),
         ("data.csv", TypeError, "Cannot read batches from 'data.csv'. Give arrays"),
         (dict, TypeError, "Cannot read batches from <class 'dict'>"),
+        ({"x": [1, 2]}, TypeError, "x[0] must be an array, got int: 1. Convert lists"),
         ({"train": "a"}, TypeError, "x['train'] must be an array, got str: 'a'"),
         ((X, Y, W, W), TypeError, "got 4 parts. Put several inputs into their own tuple"),
         ([1.0, 2.0], TypeError, "got a list of float: convert it with np.asarray"),

@@ -67,25 +67,30 @@ def test_wide_numbers_are_narrowed_and_narrow_ones_not_copied():
 
 
 @pytest.mark.parametrize(
-    ("item", "message"),
+    ("item", "error", "message"),
     [
-        *((item, "A batch must") for item in ("text", None, 3, (X, "label"), [1.0, 2.0])),
-        ((X, np.array(["a"] * 4)), "Cannot train on an array of dtype"),
-        ((X, np.array(3.0)), r"got the scalar 3\.0"),
-        (([[0.0, 1.0]], X), r"got the scalar 0\.0\. Lists .* np\.asarray"),
-        ((X, Y, W, W), "got 4 parts"),
-        ((), "got 0 parts"),
-        ((X, Y[:3]), r"different numbers of examples.*\(4, 3\).*\(3,\)"),
-        ((X, Y, W[:2]), "different numbers of examples"),
-        ((X[:0], Y[:0]), "no examples"),
-        ((X, Y, np.ones(())), "weights must hold one number per example.* the scalar"),
-        ((X, Y, {"a": {"b": W}}), r"weights\['a'\] must be an array of weights"),
-        (Batch(X, Y), r"write Batch\(\(x,\), \(y,\)\)"),
+        *((item, TypeError, "A batch must") for item in ("text", None, 3, (X, "a"), [1.0, 2.0])),
+        ((X, np.array(["a"] * 4)), TypeError, "Cannot train on an array of dtype"),
+        ((X, np.array(3.0)), TypeError, r"got the scalar 3\.0"),
+        (([[0.0, 1.0]], X), TypeError, r"got the scalar 0\.0\. Lists .* np\.asarray"),
+        ((X, Y, W, W), TypeError, "got 4 parts"),
+        ((), TypeError, "got 0 parts"),
+        ((X, Y[:3]), ValueError, r"different numbers of examples.*\(4, 3\).*\(3,\)"),
+        ((X, Y, W[:2]), ValueError, "different numbers of examples"),
+        ((X[:0], Y[:0]), ValueError, "no examples"),
+        ((X, Y.astype(np.int64) + 2**32), ValueError, "to 4294967296, which do not fit int32"),
+        (
+            (X, Y, np.ones(())),
+            ValueError,
+            r"weights must hold one number per example.*or .*\(batch, tokens\).* the scalar",
+        ),
+        ((X, Y, {"a": {"b": W}}), TypeError, r"weights\['a'\] must be an array of weights"),
+        (Batch(X, Y), TypeError, r"write Batch\(\(x,\), \(y,\)\)"),
     ],
     ids=str,
 )
-def test_what_is_no_batch_is_refused_in_words(item, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_what_is_no_batch_is_refused_in_words(item, error, message):
+    with pytest.raises(error, match=message):
         normalize(item)
 
 

@@ -168,6 +168,26 @@ def test_a_structure_is_fitted_evaluated_and_predicted_alike(kind):
         ff.Model(Moves(), optax.sgd(0.1), "mse").fit(kind(X, X), verbose=0)
 
 
+@pytest.mark.slow
+def test_lists_of_arrays_are_several_inputs_and_targets():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, a, b):
+            return nn.Dense(1)(a), nn.Dense(1)(b)
+
+    def loss(a, b, first, second):
+        return ((a - first) ** 2 + (b - second) ** 2)[:, 0]
+
+    sums = X.sum(1, keepdims=True)
+    model, expected = (ff.Model(Two(), optax.sgd(0.1), loss) for _ in range(2))
+    history = model.fit([X, 2 * X], [sums, -sums], verbose=0)
+    assert dict(history) == dict(expected.fit((X, 2 * X), (sums, -sums), verbose=0))
+    found = model.predict([X, 2 * X])
+    jax.tree.map(np.testing.assert_array_equal, found, expected.predict((X, 2 * X)))
+    mean = np.mean((found[0] - sums) ** 2 + (found[1] + sums) ** 2)
+    assert model.evaluate([X, 2 * X], [sums, -sums])["loss"] == pytest.approx(mean, rel=1e-5)
+
+
 def test_tables_with_columns_of_numbers_and_of_truth_values_are_arrays():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = pandas.DataFrame({"a": X[:, 0], "b": X[:, 1] > 0, "c": np.arange(20)})
@@ -238,11 +258,10 @@ def test_ragged_and_sparse_tensors_of_tensorflow_are_refused_in_words():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_sparse_and_nested_tensors_of_torch_are_refused_in_words():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x = torch.ones(2, 3)
-    nested = torch.nested.nested_tensor([*x])
+    nested = torch.nested.nested_tensor([*x], layout=torch.jagged)
     refused_in_words(x.to_sparse(), r"sparse array: make it dense, x\.to_dense\(\)")
     refused_in_words(nested, r"ragged array: .*torch\.nested\.to_padded_tensor")
 
@@ -359,16 +378,16 @@ def test_what_does_not_fit_together_is_refused_in_words(arguments, error, messag
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "error", "message"),
     [
-        ((X, Y[:5]), r"validation_data\[0\] has 20 rows but .*\[1\] has 5"),
-        ((X, Y, -W), "weights of validation_data must be finite"),
-        ((X, Y, W, W), "validation_data must be .* got 4 parts"),
+        ((X, Y[:5]), ValueError, r"validation_data\[0\] has 20 rows but .*\[1\] has 5"),
+        ((X, Y, -W), ValueError, "weights of validation_data must be finite"),
+        ((X, Y, W, W), TypeError, "validation_data must be .* got 4 parts"),
     ],
     ids=["rows", "weights", "parts"],
 )
-def test_parts_of_the_validation_data_are_named(data, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_parts_of_the_validation_data_are_named(data, error, message):
+    with pytest.raises(error, match=message):
         prepare(X, Y, validation_data=data)
 
 

@@ -228,3 +228,10 @@ def test_the_length_of_rows_may_differ_from_order_to_order():
     stream = as_stream(longer)
     stream.set_state(state_after(BATCHES, 3))
     assert numbers(stream) == [3, 4]
+
+
+def test_a_position_saved_without_a_description_is_taken():
+    stream = as_stream(BATCHES)
+    stream.set_state({"delivered": 3})
+    assert numbers(stream) == [3, 4]
+    assert stream.get_state()["data"]["first_batch"]

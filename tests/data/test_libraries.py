@@ -71,7 +71,7 @@ def iter_dataset(grain, size=8):
 
 
 def repeated_dataset(grain):
-    return map_dataset(grain).repeat(4)
+    return map_dataset(grain).repeat()
 
 
 def shuffled_in_a_window(grain):
@@ -100,7 +100,7 @@ def test_grain_data_gives_its_own_batches(grain, make):
 
 
 @pytest.mark.parametrize(
-    "make", [*GRAIN, repeated_dataset, shuffled_in_a_window], ids=lambda make: make.__name__
+    "make", [*GRAIN, slow(repeated_dataset), shuffled_in_a_window], ids=lambda make: make.__name__
 )
 @pytest.mark.parametrize("wrap", [as_stream, lambda data: prefetch(data, 3)], ids=["", "ahead"])
 @pytest.mark.parametrize("n_delivered", [thorough(0), thorough(4), 1])

@@ -34,6 +34,8 @@ def resident_kib(path):
 def test_mapped_arrays_are_narrowed_batch_by_batch(file, shuffle):
     x = np.load(file, mmap_mode="r")
     stream = ArrayStream(x, batch_size=64, shuffle=shuffle, epochs=1)
+    if sys.platform == "linux":
+        assert resident_kib(file) < 1000
     batches = np.concatenate([x for x, _ in stream])
     order = np.random.default_rng((0, 0)).permutation(ROWS) if shuffle else np.arange(ROWS)
     assert batches.dtype == np.float32
