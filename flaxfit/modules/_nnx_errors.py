@@ -42,7 +42,8 @@ def call_explained(
                 "expects other shapes. Pass inputs that fit it, or build the layer for these. "
                 f"{error}"
             ) from error
-        if rngs_at is not None and not has_keys and "NoneType" in str(error):
+        is_of_none = "NoneType" in str(error) and not isinstance(error, ValueError)
+        if rngs_at is not None and not has_keys and is_of_none:
             raise ValueError(
                 f"The call failed without rngs, as in evaluation: {error}. To draw random numbers "
                 "in evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
