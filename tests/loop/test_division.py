@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from marks import slow
+from marks import slow, thorough
 from own_rules import centered_slopes
 
 import flaxfit as ff
@@ -18,15 +18,22 @@ X = rng.normal(size=(20, 4)).astype(np.float32)
 Y = rng.normal(size=(20, 2)).astype(np.float32)
 W = rng.normal(size=(4, 2)).astype(np.float32)
 TABLE = np.eye(4, dtype=np.float32)
-ONE = jax.devices()[:1]
-FOUR = {
+STRATEGIES = {
+    "one": lambda: ff.DataParallel(jax.devices()[:1]),
     "shard_map": lambda: ff.DataParallel(jax.devices()[:4]),
     "pmap": lambda: ff.DataParallel(jax.devices()[:4], implementation="pmap"),
-    "virtual": lambda: ff.DataParallel(ONE, virtual_replicas=4),
+    "virtual": lambda: ff.DataParallel(jax.devices()[:1], virtual_replicas=4),
 }
+MIXES = "model mixes examples of a batch"
+COMPARES = "The loss gives each example a value that depends on"
+PENALTY = "the penalty that the model adds"
 
 
-def model_of(function, strategy, loss="mse", state=None, **options):
+def model_with(module, strategy="one", loss="mse", **options):
+    return ff.Model(module, optax.sgd(0.1), loss, strategy=STRATEGIES[strategy](), **options)
+
+
+def model_of(function, strategy="one", loss="mse", state=None, **options):
     """A model of `function(params, inputs, state) -> outputs, collections`, with these options."""
 
     def init(rngs, *inputs):
@@ -37,7 +44,27 @@ def model_of(function, strategy, loss="mse", state=None, **options):
         outputs, updates = found if isinstance(found, tuple) else (found, {})
         return outputs if mutable is False else (outputs, updates)
 
-    return ff.Model((init, apply), optax.sgd(0.1), loss, strategy=strategy, **options)
+    return model_with((init, apply), strategy, loss, **options)
+
+
+def loss_of(model, size=20, rows=20):
+    """The loss of an epoch in batches of that size."""
+    history = model.fit(X[:rows], Y[:rows], size, shuffle=False, verbose=0)
+    assert np.isfinite(history["loss"]).all()
+    return history["loss"][0]
+
+
+def assert_refused(model, words=MIXES, size=20, rows=20):
+    with pytest.raises(ValueError, match=words):
+        loss_of(model, size, rows)
+
+
+def linear(w, x, _):
+    return x @ w
+
+
+def squared(outputs, targets):
+    return ((outputs - targets) ** 2).mean(-1)
 
 
 def segments(w, x, variables):
@@ -66,14 +93,50 @@ COMBINING = {
     ],
 )
 def test_a_model_that_combines_rows_is_not_divided(name, strategy):
-    model = model_of(COMBINING[name], FOUR[strategy]())
+    model = model_of(COMBINING[name], strategy)
     for call in (
         lambda: model.fit(X, Y, 20, verbose=0),
         lambda: model.evaluate(X, Y, batch_size=20, verbose=0),
         lambda: model.predict(X, batch_size=20, verbose=0),
     ):
-        with pytest.raises(ValueError, match=r"model mixes examples of a batch.*Sharded\(\)"):
+        with pytest.raises(ValueError, match=rf"{MIXES}.*Sharded\(\)"):
             call()
+
+
+def gated(w, x, variables):
+    return (x + variables["params"]["gate"] * x.mean(0)) @ w
+
+
+def from_step(strength, later):
+    """Mixes rows with a strength that depends on a state, which changes with each step."""
+
+    def warmed(w, x, variables):
+        known = variables["stats"]["known"]
+        return (x - strength(known) * x.mean(0)) @ w, {"stats": {"known": later(known)}}
+
+    return warmed
+
+
+@pytest.mark.parametrize(
+    ("function", "state"),
+    [
+        (lambda w, x, _: (x + jnp.arange(len(x))[:, None]) @ w, {}),
+        slow(lambda w, x, _: (x / len(x)) @ w, {}),
+        slow(lambda w, x, _: (x - 9e-3 * x.mean(0)) @ w, {}),
+        (gated, {"params": {"w": W, "gate": 0.0}}),
+        (gated, {"params": {"w": W, "gate": 1e-6}}),
+        (from_step(lambda i: i >= 100, lambda i: i + 1), 0.0),
+        slow(from_step(lambda i: i >= 1500, lambda i: i + 1), 0),
+        slow(from_step(lambda i: i > 65100, lambda i: i + 32), np.float16(65000)),
+        slow(from_step(lambda i: (i[0] > 1) & (i[0] < 900), lambda i: i + 1), np.array([0])),
+        slow(from_step(lambda is_on: is_on, lambda is_on: True), False),
+        slow(from_step(lambda gate: gate, lambda gate: gate + 0.1), np.zeros(4, "f4")),
+    ],
+)
+def test_rows_that_are_hardly_or_not_yet_mixed_are_not_divided(function, state):
+    state = state if isinstance(state, dict) else {"stats": {"known": state}}
+    arrays = {name: jax.tree.map(jnp.asarray, each) for name, each in state.items()}
+    assert_refused(model_of(function, "shard_map", state=arrays))
 
 
 @pytest.mark.parametrize(
@@ -90,12 +153,8 @@ def test_a_model_that_combines_rows_is_not_divided(name, strategy):
     ],
 )
 def test_the_output_that_mixes_rows_is_named(function, where, rows):
-    def loss(outputs, targets):
-        return jnp.square(rows(outputs) - targets).mean(-1)
-
-    model = model_of(lambda w, x, _: function(x @ w), FOUR["shard_map"](), loss)
-    with pytest.raises(ValueError, match=rf"of a batch{where}, .*psum\(x, 'replica'\)"):
-        model.fit(X, Y, 20, verbose=0)
+    model = model_of(lambda w, x, _: function(x @ w), "shard_map", lambda o, t: squared(rows(o), t))
+    assert_refused(model, rf"of a batch{where}, .*psum\(x, 'replica'\)")
 
 
 def test_a_model_without_outputs_is_divided():
@@ -104,61 +163,53 @@ def test_a_model_without_outputs_is_divided():
 
     one, four = (
         model_of(penalized, strategy, None).fit(X, batch_size=20, verbose=0).history["loss"]
-        for strategy in (ff.DataParallel(ONE), FOUR["shard_map"]())
+        for strategy in ("one", "shard_map")
     )
     assert four == pytest.approx(one, rel=1e-6)
 
 
-def test_a_loss_that_compares_rows_may_be_computed_without_padding():
-    def loss(outputs, targets):
-        return jnp.square(outputs - targets).mean(-1) * outputs.mean()
-
-    def fit(**options):
-        model = model_of(lambda w, x, _: x @ w, ff.DataParallel(ONE), loss, **options)
-        return model.fit(X, Y, 16, shuffle=False, verbose=0).history["loss"][0]
-
-    with pytest.raises(ValueError, match="set across='batch' in the task, or pad=False"):
-        fit()
+def loss_by_hand(loss):
+    """The loss of an epoch of 16 rows and then 4, of `loss(w, x, y)`, in a loop of its own."""
     w, sums = W, []
     for rows in (slice(16), slice(16, 20)):
-        step = jax.value_and_grad(lambda w, rows=rows: loss(X[rows] @ w, Y[rows]).mean())
-        value, gradient = step(w)
+        value, gradient = jax.value_and_grad(loss)(w, X[rows], Y[rows])
         w = w - 0.1 * gradient
         sums.append(float(value) * len(X[rows]))
-    assert fit(pad=False) == pytest.approx(sum(sums) / len(X), rel=1e-5)
+    return pytest.approx(sum(sums) / len(X), rel=1e-5)
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-6])
-def test_a_weight_that_begins_near_zero_hides_nothing(size):
-    def gated(w, x, variables):
-        return (x + variables["params"]["gate"] * x.mean(0)) @ w
+@pytest.mark.slow
+def test_a_loss_that_compares_rows_may_be_computed_without_padding():
+    def loss(outputs, targets):
+        return squared(outputs, targets) * outputs.mean()
 
-    state = {"params": {"w": jnp.asarray(W), "gate": jnp.asarray(size)}}
-    with pytest.raises(ValueError, match="model mixes examples of a batch"):
-        model_of(gated, FOUR["shard_map"](), state=state).fit(X, Y, 20, verbose=0)
-
-
-@pytest.mark.parametrize("name", [slow("segments"), "parents"])
-def test_its_rests_are_not_padded(name):
-    model = model_of(COMBINING[name], ff.DataParallel(ONE))
-    parts = [slice(0, 16), slice(16, 20)]
-    outputs = [np.asarray(COMBINING[name](W, jnp.asarray(X[part]), {})) for part in parts]
-    np.testing.assert_allclose(
-        model.predict(X, batch_size=16, verbose=0), np.concatenate(outputs), rtol=1e-5
-    )
-    expected = np.mean((np.concatenate(outputs) - Y) ** 2)
-    found = model.evaluate(X, Y, batch_size=16, verbose=0)["loss"]
-    assert found == pytest.approx(expected, rel=1e-5)
+    words = "set across='batch' in the task, or pad=False"
+    assert_refused(model_of(linear, loss=loss), words, 16)
+    found = loss_of(model_of(linear, loss=loss, pad=False), 16)
+    assert found == loss_by_hand(lambda w, x, y: loss(x @ w, y).mean())
 
 
-@pytest.mark.parametrize("name", ["position", slow("number of rows")])
-def test_rows_that_depend_on_their_place_or_number_are_refused(name):
-    functions = {
-        "position": lambda w, x, _: (x + jnp.arange(len(x))[:, None]) @ w,
-        "number of rows": lambda w, x, _: (x / len(x)) @ w,
-    }
-    with pytest.raises(ValueError, match="model mixes examples of a batch"):
-        model_of(functions[name], FOUR["shard_map"]()).fit(X, Y, 20, verbose=0)
+@pytest.mark.parametrize(
+    ("function", "size"),
+    [
+        slow(segments, 16),
+        (COMBINING["parents"], 16),
+        (lambda w, x, _: (x - x.mean(0) if len(x) > 15 else x) @ w, 16),
+        (lambda w, x, _: (2.0 if len(x) >= 6 else 1.0) * x @ w, 16),
+        *(
+            thorough(lambda w, x, _, least=n: (2.0 if len(x) >= least else 1.0) * x @ w, n)
+            for n in (16, 7, 9)
+        ),
+    ],
+)
+def test_remainders_that_padding_would_change_are_not_padded(function, size):
+    model = model_of(function)
+    parts = np.split(X, range(size, 20, size))
+    outputs = np.concatenate([np.asarray(function(W, jnp.asarray(x), {})) for x in parts])
+    found = model.predict(X, batch_size=size, verbose=0)
+    np.testing.assert_allclose(found, outputs, rtol=1e-5)
+    found = model.evaluate(X, Y, batch_size=size, verbose=0)["loss"]
+    assert found == pytest.approx(np.mean((outputs - Y) ** 2), rel=1e-5)
 
 
 def counted(w, x, variables):
@@ -175,75 +226,59 @@ def averaged(w, x, variables):
         ("shard_map", 1, 0.0, "4 devices.*jax.lax.psum"),
         slow("pmap", 1, 1e6, "4 devices.*jax.lax.psum"),
         slow("virtual", 1, 0.0, "virtual_replicas=4"),
-        (None, 4, 1.0, "accumulate=4.*accumulate=1"),
+        ("one", 4, 1.0, "accumulate=4.*accumulate=1"),
     ],
 )
 def test_a_state_that_is_not_the_mean_of_its_parts_is_refused(strategy, accumulate, start, option):
     function = counted if accumulate == 1 else averaged
     state = {"stats": {"rows": jnp.asarray(start)}}
-    place = FOUR[strategy]() if strategy else ff.DataParallel(ONE)
-    model = model_of(function, place, state=state, accumulate=accumulate)
-    with pytest.raises(ValueError, match=f"{option}") as error:
-        model.fit(X, Y, 20, verbose=0)
-    assert "'stats/rows'" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("function", "accumulate"), [(averaged, 1), slow(counted, 4)], ids=["mean", "chained sum"]
-)
-def test_one_that_is_has_the_value_of_one_device(function, accumulate):
-    state = {"stats": {"rows": jnp.asarray(0.0)}}
-    place = FOUR["shard_map"]() if accumulate == 1 else ff.DataParallel(ONE)
-    models = [
-        model_of(function, place, state=state, accumulate=accumulate),
-        model_of(function, ff.DataParallel(ONE), state=state),
-    ]
-    found = []
-    for model in models:
-        model.fit(X, Y, 20, verbose=0)
-        found.append(model.state.model_state["stats"]["rows"])
-    np.testing.assert_allclose(*found, rtol=1e-6)
-
-
-class Recentred(nn.Module):
-    """Reads the mean of an earlier batch; of the part before where parts compute in turn."""
-
-    @nn.compact
-    def __call__(self, x, train: bool):
-        h = nn.Dense(2)(x)
-        kept = self.variable("stats", "mean", lambda: jnp.zeros(2))
-        before = kept.value
-        if train and not self.is_initializing():
-            kept.value = h.mean(0)
-        return h - before
-
-
-class Annealed(nn.Module):
-    @nn.compact
-    def __call__(self, x, train: bool):
-        n_calls = self.variable("stats", "calls", lambda: jnp.zeros(()))
-        if train and not self.is_initializing():
-            n_calls.value += 1
-        return nn.Dense(2)(x)
-
-
-@pytest.mark.parametrize(
-    ("module", "words"), [slow(Recentred(), "accumulate=1"), (Annealed(), "'stats/calls'")]
-)
-def test_parts_that_continue_from_one_another_have_the_state_of_the_batch(module, words):
-    model = ff.Model(module, optax.sgd(0.1), "mse", strategy=ff.DataParallel(ONE), accumulate=2)
-    with pytest.raises(ValueError, match=words):
-        model.fit(X, Y, 20, verbose=0)
-    model = ff.Model(Annealed(), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]())
-    model.fit(X, Y, 20, verbose=0)
-    assert model.state.model_state["stats"]["calls"] == 1
+    model = model_of(function, strategy, state=state, accumulate=accumulate)
+    assert_refused(model, f"(?s)(?=.*'stats/rows').*{option}")
 
 
 @pytest.mark.slow
-def test_a_small_part_of_other_rows_is_found_on_replicas_too():
-    model = model_of(lambda w, x, _: (x - 9e-3 * x.mean(0)) @ w, FOUR["shard_map"]())
-    with pytest.raises(ValueError, match="model mixes examples of a batch"):
-        model.fit(X, Y, 20, verbose=0)
+@pytest.mark.parametrize(
+    ("function", "strategy", "accumulate"),
+    [(averaged, "shard_map", 1), (counted, "one", 4)],
+    ids=["mean", "chained sum"],
+)
+def test_one_that_is_has_the_value_of_one_device(function, strategy, accumulate):
+    state = {"stats": {"rows": jnp.asarray(0.0)}}
+    models = [
+        model_of(function, strategy, state=state, accumulate=accumulate),
+        model_of(function, state=state),
+    ]
+    for model in models:
+        loss_of(model)
+    found = (model.state.model_state["stats"]["rows"] for model in models)
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+def recentred(w, x, variables):
+    """Reads the mean of an earlier batch; of the part before where parts compute in turn."""
+    h = x @ w
+    return h - variables["stats"]["mean"], {"stats": {"mean": h.mean(0)}}
+
+
+def annealed(w, x, variables):
+    return x @ w, {"stats": {"calls": variables["stats"]["calls"] + 1}}
+
+
+@pytest.mark.parametrize(
+    ("function", "state", "words"),
+    [
+        slow(recentred, {"mean": jnp.zeros(2)}, "accumulate=1"),
+        (annealed, {"calls": jnp.zeros(())}, "'stats/calls'"),
+    ],
+)
+def test_parts_that_continue_from_one_another_have_the_state_of_the_batch(function, state, words):
+    assert_refused(model_of(function, state={"stats": state}, accumulate=2), words)
+
+
+def test_replicas_do_not_continue_from_one_another():
+    model = model_of(annealed, "pmap", state={"stats": {"calls": jnp.zeros(())}})
+    loss_of(model)
+    assert model.state.model_state["stats"]["calls"] == 1
 
 
 class Codebook(nn.Module):
@@ -264,38 +299,46 @@ class Codebook(nn.Module):
 @pytest.mark.slow
 def test_a_module_that_sums_over_the_replicas_is_right():
     counts = []
-    for place, axis in ((ff.DataParallel(ONE), None), (FOUR["shard_map"](), "replica")):
-        model = ff.Model(Codebook(axis), optax.sgd(0.1), "mse", strategy=place)
-        model.fit(X, Y, 20, verbose=0)
+    for strategy, axis in (("one", None), ("shard_map", "replica")):
+        model = model_with(Codebook(axis), strategy)
+        loss_of(model)
         counts.append(model.state.model_state["codes"]["usage"])
     np.testing.assert_array_equal(*counts)
-    numbered = model_of(lambda w, x, _: x @ w + jax.lax.axis_index("replica"), FOUR["pmap"]())
-    with pytest.raises(ValueError, match="model mixes examples of a batch"):
-        numbered.fit(X, Y, 20, verbose=0)
-    with pytest.raises(ValueError, match="'codes/usage'"):
-        ff.Model(Codebook(), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]()).fit(
-            X, Y, 20, verbose=0
-        )
+    assert_refused(model_of(lambda w, x, _: x @ w + jax.lax.axis_index("replica"), "pmap"))
+    assert_refused(model_with(Codebook(), "pmap"), "'codes/usage'")
 
 
-class Sown(nn.Module):
-    reduce: str
+def summed(w, x, _):
+    return x @ w, {"losses": {"size": jnp.square(x @ w).sum()}}
 
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(2)(x)
-        self.sow("losses", "size", getattr(jnp, self.reduce)(h**2))
-        return h
+
+def beside_a_large_constant(w, x, _):
+    """The negative entropy of the mean prediction."""
+    mean = jax.nn.softmax(0.2 * x @ w).mean(0)
+    return x @ w, {"losses": {"entropy": (mean * jnp.log(mean)).sum()}}
+
+
+def straight_through(mean):
+    return mean - jax.lax.stop_gradient(mean)
+
+
+def in_the_gradient(w, x, _):
+    return x @ w, {"losses": {"size": straight_through(((x @ w).mean(0) ** 2).sum())}}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "accumulate"), [("shard_map", 1), slow("virtual", 1), slow(None, 4)]
+    ("function", "strategy", "accumulate"),
+    [
+        (summed, "shard_map", 1),
+        thorough(summed, "virtual", 1),
+        slow(summed, "one", 4),
+        (beside_a_large_constant, "shard_map", 1),
+        (in_the_gradient, "shard_map", 1),
+    ],
 )
-def test_a_penalty_that_is_a_sum_is_refused(strategy, accumulate):
-    place = FOUR[strategy]() if strategy else ff.DataParallel(ONE)
-    model = ff.Model(Sown("sum"), optax.sgd(0.1), "mse", strategy=place, accumulate=accumulate)
-    with pytest.raises(ValueError, match="the penalty that the model adds .* a mean over"):
-        model.fit(X, Y, 20, verbose=0)
+def test_a_penalty_that_is_no_mean_is_refused(function, strategy, accumulate):
+    model = model_of(function, strategy, accumulate=accumulate)
+    assert_refused(model, f"{PENALTY} .* a mean over")
 
 
 class Balanced(nn.Module):
@@ -312,15 +355,14 @@ class Balanced(nn.Module):
 
 @pytest.mark.slow
 def test_a_random_penalty_is_compared_on_average():
-    model = ff.Model(Balanced(), optax.sgd(0.1), "mse", strategy=FOUR["shard_map"]())
-    with pytest.raises(ValueError, match="the penalty that the model adds"):
-        model.fit(X, Y, 20, verbose=0)
+    with pytest.raises(ValueError, match=PENALTY):
+        model_with(Balanced(), "shard_map").fit(X, Y, 20, verbose=0)
 
 
 class Normalized(nnx.Module):
     """BatchNorm, and perhaps the mean of the batch besides."""
 
-    def __init__(self, *, is_centered):
+    def __init__(self, *, is_centered=False):
         self.layer, self.is_centered = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), is_centered
         self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
 
@@ -331,21 +373,13 @@ class Normalized(nnx.Module):
 
 @pytest.mark.slow
 def test_batchnorm_is_tried_in_evaluation_mode():
-    model = ff.Model(Normalized(is_centered=True), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]())
-    with pytest.raises(ValueError, match="model mixes examples of a batch"):
-        model.fit(X, Y, 20, verbose=0)
-    model = ff.Model(Normalized(is_centered=False), optax.sgd(0.1), "mse", strategy=FOUR["pmap"]())
-    model.fit(X, Y, 20, verbose=0)
+    assert_refused(model_with(Normalized(is_centered=True), "pmap"))
+    loss_of(model_with(Normalized(), "pmap"))
 
-
-@pytest.mark.slow
-def test_a_loss_that_compares_rows_is_refused_beside_batchnorm_too():
     def loss(outputs, targets):
-        return ((outputs - outputs.mean(0) - targets) ** 2).mean(-1)
+        return squared(outputs - outputs.mean(0), targets)
 
-    model = ff.Model(Normalized(is_centered=False), optax.sgd(0.1), loss, strategy=FOUR["pmap"]())
-    with pytest.raises(ValueError, match="The loss gives each example a value that depends"):
-        model.fit(X, Y, 20, verbose=0)
+    assert_refused(model_with(Normalized(), "pmap", loss), COMPARES)
 
 
 class Dropped(nn.Module):
@@ -357,18 +391,19 @@ class Dropped(nn.Module):
         return nn.Dense(2)(nn.Dropout(0.1, deterministic=not train)(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("is_placed", "words"), [(False, "The loss .* other examples"), slow(True, "mixes examples")]
+    ("is_placed", "words"), [(False, "The loss .* other examples"), (True, "mixes examples")]
 )
 def test_dropout_hides_neither_the_number_nor_the_place_of_rows(is_placed, words):
     def loss(outputs, targets):
-        return ((outputs - targets) ** 2).sum(-1) / (1 if is_placed else len(outputs))
+        return squared(outputs, targets) / (1 if is_placed else len(outputs))
 
-    model = ff.Model(Dropped(is_placed), optax.sgd(0.1), loss, strategy=FOUR["shard_map"]())
-    with pytest.raises(ValueError, match=words):
-        model.fit(X, Y, 20, verbose=0)
-    model = ff.Model(Dropped(), optax.sgd(0.1), "mse", strategy=FOUR["shard_map"]())
-    model.fit(X, Y, 20, verbose=0)
+    assert_refused(model_with(Dropped(is_placed), "shard_map", loss), words)
+
+
+def test_dropout_is_divided():
+    loss_of(model_with(Dropped(), "shard_map"))
 
 
 class Autoencoder(nnx.Module):
@@ -385,19 +420,14 @@ class Autoencoder(nnx.Module):
         return self.decode(z) / (len(x) if self.is_scaled else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "accumulate"), [("shard_map", 1), slow("virtual", 1), slow(None, 2)]
+    ("strategy", "accumulate"), [("shard_map", 1), thorough("virtual", 1), ("one", 2)]
 )
 def test_numbers_that_a_module_draws_by_itself_are_no_combination_of_rows(strategy, accumulate):
-    def fit(*, is_scaled):
-        place = FOUR[strategy]() if strategy else ff.DataParallel(ONE)
-        options = {"losses": nnx.Intermediate, "strategy": place, "accumulate": accumulate}
-        module = Autoencoder(is_scaled=is_scaled)
-        return ff.Model(module, optax.sgd(0.1), "mse", **options).fit(X, Y, 20, verbose=0)
-
-    assert np.isfinite(fit(is_scaled=False)["loss"]).all()
-    with pytest.raises(ValueError, match="model mixes examples of a batch"):
-        fit(is_scaled=True)
+    options = {"losses": nnx.Intermediate, "accumulate": accumulate}
+    loss_of(model_with(Autoencoder(is_scaled=False), strategy, **options))
+    assert_refused(model_with(Autoencoder(is_scaled=True), strategy, **options))
 
 
 def longer(w, x, _):
@@ -411,27 +441,20 @@ SEQUENCES = [rng.normal(size=(n, t, 4)).astype(np.float32) for n, t in ((20, 2),
 
 @pytest.mark.parametrize("way", ["fit", "evaluate", slow("train_on_batch")])
 def test_batches_of_another_shape_are_tried_by_themselves(way):
-    short, long, rest = ((x, Y[: len(x)]) for x in SEQUENCES)
-    model = model_of(longer, FOUR["shard_map"]())
-    with pytest.raises(ValueError, match="model mixes examples of a batch"):
+    short, long, _ = ((x, Y[: len(x)]) for x in SEQUENCES)
+    model = model_of(longer, "shard_map")
+    with pytest.raises(ValueError, match=MIXES):
         if way == "train_on_batch":
             model.train_on_batch(*short)
             model.train_on_batch(*long)
         else:
             getattr(model, way)([short, long], verbose=0)
-    one = model_of(longer, ff.DataParallel(ONE))
-    found = one.evaluate([short, rest], verbose=0)["loss"]
+
+
+def test_a_remainder_of_another_shape_is_not_padded():
+    short, _, rest = ((x, Y[: len(x)]) for x in SEQUENCES)
+    found = model_of(longer).evaluate([short, rest], verbose=0)["loss"]
     errors = [(longer(W, x, None) - y) ** 2 for x, y in (short, rest)]
-    assert found == pytest.approx(np.concatenate(errors).mean(), rel=1e-5)
-
-
-def test_a_branch_on_the_number_of_rows_is_tried_at_that_number():
-    def branched(w, x, _):
-        return (x - x.mean(0) if len(x) > 15 else x) @ w
-
-    model = model_of(branched, ff.DataParallel(ONE))
-    errors = [(branched(W, X[part], None) - Y[part]) ** 2 for part in (slice(16), slice(16, 20))]
-    found = model.evaluate(X, Y, batch_size=16, verbose=0)["loss"]
     assert found == pytest.approx(np.concatenate(errors).mean(), rel=1e-5)
 
 
@@ -442,34 +465,24 @@ def balance(w, x):
 
 
 def beside_values(outputs, balance, targets):
-    return ((outputs - targets) ** 2).mean(-1), 0.1 * balance
+    return squared(outputs, targets), 0.1 * balance
 
 
 def in_a_mean(outputs, balance, targets):
-    return ((outputs - targets) ** 2).mean() + 0.1 * balance
+    return squared(outputs, targets).mean() + 0.1 * balance
 
 
-@pytest.mark.parametrize("loss", [beside_values, slow(in_a_mean)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [beside_values, thorough(in_a_mean)])
 def test_an_output_for_the_whole_batch_has_to_be_the_mean_of_those_of_parts(loss):
-    def fit(term):
-        model = model_of(lambda w, x, _: ((x @ w, term(w, x)), {}), FOUR["shard_map"](), loss)
-        return model.fit(X, Y, 20, verbose=0)
+    def model(term):
+        return model_of(lambda w, x, _: ((x @ w, term(w, x)), {}), "shard_map", loss)
 
-    with pytest.raises(ValueError, match="the model in its output '1' .* differs from the mean"):
-        fit(balance)
-    history = fit(lambda w, x: (x @ w).mean())
+    assert_refused(model(balance), "the model in its output '1' .* differs from the mean")
+    history = model(lambda w, x: (x @ w).mean()).fit(X, Y, 20, verbose=0)
     found = history["loss"][0] + sum(history.get("penalty", ()))
     expected = ((X @ W - Y) ** 2).mean() + 0.1 * (X @ W).mean()
     assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_large_constant_does_not_hide_a_penalty_that_is_no_mean():
-    def spread(w, x, variables):  # The negative entropy of the mean prediction.
-        mean = jax.nn.softmax(0.2 * x @ w).mean(0)
-        return x @ w, {"losses": {"entropy": (mean * jnp.log(mean)).sum()}}
-
-    with pytest.raises(ValueError, match="the penalty that the model adds"):
-        model_of(spread, FOUR["shard_map"]()).fit(X, Y, 20, verbose=0)
 
 
 class Watched(nnx.Module):
@@ -485,28 +498,23 @@ class Watched(nnx.Module):
         return self.dense(self.normalize(x))
 
 
-@pytest.mark.parametrize("moment", [lambda x: x.std(0), slow(lambda x: x.sum(0))])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [lambda x: x.std(0), thorough(lambda x: x.sum(0))])
 def test_batchnorm_does_not_hide_a_state_beside_it(moment):
-    model = ff.Model(Watched(moment), optax.sgd(0.1), "mse", strategy=FOUR["shard_map"]())
-    with pytest.raises(ValueError, match="state 'Variable/scale'"):
-        model.fit(X, Y, 20, verbose=0)
-    parts = ff.Model(
-        Watched(moment), optax.sgd(0.1), "mse", strategy=ff.DataParallel(ONE), accumulate=2
-    )
-    with pytest.raises(ValueError, match="state 'Variable/scale'"):
-        parts.fit(X, Y, 20, verbose=0)
-    kept = ff.Model(Watched(lambda x: x.mean(0)), optax.sgd(0.1), "mse", strategy=model.strategy)
-    assert np.isfinite(kept.fit(X, Y, 20, verbose=0)["loss"]).all()
+    assert_refused(model_with(Watched(moment), "shard_map"), "state 'Variable/scale'")
+    assert_refused(model_with(Watched(moment), accumulate=2), "state 'Variable/scale'")
+
+
+@pytest.mark.slow
+def test_a_mean_beside_batchnorm_is_divided():
+    loss_of(model_with(Watched(lambda x: x.mean(0)), "shard_map"))
 
 
 def test_position_is_seen_where_it_repeats():
     def even(outputs, targets):
-        return (jnp.arange(len(outputs)) % 2 == 0) * ((outputs - targets) ** 2).mean(-1)
+        return (jnp.arange(len(outputs)) % 2 == 0) * squared(outputs, targets)
 
-    with pytest.raises(ValueError, match="The loss gives each example a value that depends on"):
-        model_of(lambda w, x, _: x @ w, FOUR["shard_map"](), even).fit(
-            X[:12], Y[:12], 12, verbose=0
-        )
+    assert_refused(model_of(linear, "shard_map", even), COMPARES, 12, rows=12)
 
 
 def own_metric(measure):
@@ -523,59 +531,45 @@ def unweighted(outputs, targets, weights):
 
 
 @pytest.mark.parametrize(
-    ("measure", "strategy"), [(weighted_mean, FOUR["shard_map"]), (unweighted, lambda: None)]
+    ("measure", "refused", "accepted"),
+    [(weighted_mean, "shard_map", "one"), (unweighted, "one", "shard_map")],
 )
-def test_sums_of_a_metric_add_up_and_leave_out_rows_of_weight_0(measure, strategy):
-    strategy = strategy() or ff.DataParallel(ONE)
-    model = model_of(lambda w, x, _: x @ w, strategy, metrics=[own_metric(measure)])
+def test_sums_of_a_metric_add_up_and_leave_out_rows_of_weight_0(measure, refused, accepted):
+    """One whole batch need not add up, and batches that need no padding have no such rows."""
+    metrics = [own_metric(measure)]
     with pytest.raises(ValueError, match="'mine' cannot be measured .*sums"):
-        model.evaluate(X, Y, batch_size=16, verbose=0)
-
-
-def test_sums_of_a_metric_may_be_numbers():
-    metric = own_metric(weighted_mean)
-    model = model_of(lambda w, x, _: x @ w, ff.DataParallel(ONE), metrics=[metric])
+        model_of(linear, refused, metrics=metrics).evaluate(X, Y, batch_size=16, verbose=0)
+    model = model_of(linear, accepted, metrics=metrics)
     found = model.evaluate(X, Y, batch_size=20, verbose=0)["mine"]
     assert found == pytest.approx(np.abs(X @ W - Y).mean(), rel=1e-5)
 
 
-def test_an_axis_as_long_as_the_trial_is_not_taken_for_rows():
-    def stacked(w, x, _):
-        return (x @ w, jnp.stack([x.mean(0)] * N_ROWS).sum(-1)), {}
-
-    def first(outputs, others, targets):
-        return ((outputs - targets) ** 2).mean(-1)
-
-    model = model_of(stacked, FOUR["shard_map"](), first)
-    assert np.isfinite(model.fit(X, Y, 20, verbose=0)["loss"]).all()
+@pytest.mark.parametrize(
+    ("function", "loss"),
+    [
+        (  # An axis as long as the trial is not taken for rows.
+            lambda w, x, _: ((x @ w, jnp.stack([x.mean(0)] * N_ROWS).sum(-1)), {}),
+            lambda outputs, others, targets: squared(outputs, targets),
+        ),
+        (  # The penalty is sown, so that the loss is not given the rows of all devices.
+            lambda w, x, _: ((x @ w, x.std(0)), {"losses": {"size": (x @ w).mean()}}),
+            lambda outputs, deviation, targets: squared(outputs, targets),
+        ),
+    ],
+    ids=["as long as the trial", "of the own device"],
+)
+def test_an_output_that_the_loss_leaves_out_may_be_anything(function, loss):
+    loss_of(model_of(function, "shard_map", loss))
 
 
 def test_a_state_that_replicas_alone_would_change_hides_nothing_else():
     """With `accumulate` on one device a counter of rows is right, and the loss is not."""
 
     def by_number(outputs, targets):
-        return ((outputs - targets) ** 2).mean(-1) / len(outputs)
+        return squared(outputs, targets) / len(outputs)
 
-    options = {"state": {"stats": {"rows": jnp.zeros((), int)}}, "accumulate": 2}
-    model = model_of(counted, ff.DataParallel(ONE), by_number, **options)
-    with pytest.raises(ValueError, match="The loss gives each example a value that depends on"):
-        model.fit(X, Y, 20, verbose=0)
-
-
-def test_sums_may_count_all_rows_where_none_are_added():
-    model = model_of(lambda w, x, _: x @ w, FOUR["shard_map"](), metrics=[own_metric(unweighted)])
-    found = model.evaluate(X, Y, batch_size=20, verbose=0)["mine"]
-    assert found == pytest.approx(np.abs(X @ W - Y).mean(), rel=1e-5)
-
-
-def test_an_output_that_the_loss_gets_from_its_own_device_may_be_anything():
-    """The penalty is sown, so that the loss is not given the rows of all devices."""
-
-    def spread(w, x, variables):
-        return (x @ w, x.std(0)), {"losses": {"size": (x @ w).mean()}}
-
-    model = model_of(spread, FOUR["shard_map"](), lambda y, std, t: ((y - t) ** 2).mean(-1))
-    assert np.isfinite(model.fit(X, Y, 20, verbose=0)["loss"]).all()
+    state = {"stats": {"rows": jnp.zeros((), int)}}
+    assert_refused(model_of(counted, "one", by_number, state, accumulate=2), COMPARES)
 
 
 class Ghosts(nn.Module):
@@ -588,10 +582,11 @@ class Ghosts(nn.Module):
         return nn.Dense(2)(normalize(groups).reshape(x.shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutable", [None, ["batch_stats"]])
 def test_batchnorm_over_groups_of_rows_is_accepted(mutable):
     task = ff.TrainTask(Ghosts(), optax.sgd(0.1), "mse", [(X, Y)], mutable=mutable)
-    loop = ff.TrainLoop(Ghosts(), task, 0, strategy=FOUR["shard_map"](), stdout=False)
+    loop = ff.TrainLoop(Ghosts(), task, 0, strategy=STRATEGIES["shard_map"](), stdout=False)
     assert np.isfinite(loop.next_step().loss)
 
 
@@ -606,16 +601,14 @@ def residual(apply, batch, rngs):
 @pytest.mark.slow
 def test_an_objective_that_differentiates_by_row_is_accepted():
     found = []
-    for place in (ff.DataParallel(ONE), FOUR["shard_map"]()):
-        model = model_of(lambda w, x, _: x @ w, place, None, objective=residual)
+    for strategy in ("one", "shard_map"):
+        model = model_of(linear, strategy, None, objective=residual)
         found.append(model.fit(X, batch_size=20, epochs=2, verbose=0)["loss"])
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 def test_what_is_neither_divided_nor_padded_is_not_asked():
-    model = model_of(
-        segments, ff.DataParallel(ONE), lambda o, t: ((o - o.mean(0) - t) ** 2).mean(-1)
-    )
+    model = model_of(segments, loss=lambda o, t: squared(o - o.mean(0), t))
     model.fit(X, Y, 10, verbose=0)
     model.evaluate(X, Y, batch_size=10, verbose=0)
     model.predict(X, batch_size=10, verbose=0)
@@ -633,22 +626,8 @@ def doubled(w, x, _):
 
 @pytest.mark.parametrize("function", [beyond, doubled])
 def test_the_whole_batch_is_divided_as_in_training(function):
-    for options in ({"strategy": FOUR["shard_map"]()}, {"strategy": None, "accumulate": 2}):
-        options["strategy"] = options["strategy"] or ff.DataParallel(ONE)
-        with pytest.raises(ValueError, match="model mixes examples of a batch"):
-            model_of(function, **options).fit(X, Y, 20, verbose=0)
-
-
-@pytest.mark.parametrize(("size", "least"), [(16, 6), slow(16, 16), slow(7, 7), slow(9, 9)])
-def test_a_remainder_that_is_computed_otherwise_is_not_padded(size, least):
-    def scaled(w, x, _):
-        return (2.0 if len(x) >= least else 1.0) * x @ w
-
-    model = model_of(scaled, ff.DataParallel(ONE))
-    parts = np.split(X, range(size, 20, size))
-    outputs = np.concatenate([scaled(W, part, None) for part in parts])
-    found = model.evaluate(X, Y, batch_size=size, verbose=0)["loss"]
-    assert found == pytest.approx(((outputs - Y) ** 2).mean(), rel=1e-5)
+    assert_refused(model_of(function, "shard_map"))
+    assert_refused(model_of(function, accumulate=2))
 
 
 def scaled(w, x, _):
@@ -667,13 +646,14 @@ def apart_in_values(w, x, _):
 @pytest.mark.parametrize("function", [scaled, beside_a_table, apart_in_values])
 @pytest.mark.parametrize(
     "options",
-    [{"accumulate": 4}, {"strategy": "four"}, slow({"example_grads_hook": lambda grads: grads})],
+    [
+        {"accumulate": 4},
+        {"strategy": "shard_map"},
+        slow({"example_grads_hook": lambda grads: grads}),
+    ],
 )
 def test_a_model_that_computes_single_rows_differently_is_not_divided_into_them(function, options):
-    is_one = "strategy" not in options
-    options = {**options, "strategy": ff.DataParallel(ONE) if is_one else FOUR["shard_map"]()}
-    with pytest.raises(ValueError, match="model mixes examples of a batch"):
-        model_of(function, **options).fit(X, Y, 4, verbose=0)
+    assert_refused(model_of(function, **options), size=4)
 
 
 def sown_beside_a_table(w, x, _):
@@ -684,82 +664,39 @@ def kept_beside_a_table(w, x, state):
     return x @ w, {"kept": {"mean": 0 * state["kept"]["mean"] + (x * TABLE).mean()}}
 
 
-@pytest.mark.parametrize("strategy", ["shard_map", "virtual", "accumulate"])
-def test_state_and_penalty_are_compared_by_part_where_no_halves_are_accepted(strategy):
-    options = {"accumulate": 4, "strategy": ff.DataParallel(ONE)}
-    options = options if strategy == "accumulate" else {"strategy": FOUR[strategy]()}
-    with pytest.raises(ValueError, match="the penalty that the model adds"):
-        model_of(sown_beside_a_table, **options).fit(X, Y, 4, verbose=0)
+@pytest.mark.parametrize(
+    "options", [slow({"strategy": "shard_map"}), slow({"strategy": "virtual"}), {"accumulate": 4}]
+)
+def test_state_and_penalty_are_compared_by_part_where_no_halves_are_accepted(options):
+    assert_refused(model_of(sown_beside_a_table, **options), PENALTY, 4)
     state = {"kept": {"mean": np.float32(0)}}
-    with pytest.raises(ValueError, match="the model updates the state 'kept/mean'"):
-        model_of(kept_beside_a_table, state=state, **options).fit(X, Y, 4, verbose=0)
+    model = model_of(kept_beside_a_table, state=state, **options)
+    assert_refused(model, "the model updates the state 'kept/mean'", 4)
 
 
+@pytest.mark.slow
 def test_a_model_of_an_operation_for_each_row_is_divided():
     def stacked(w, x, _):
         return jnp.stack([jnp.tanh(row) for row in x]) @ w
 
-    losses = [
-        model_of(stacked, strategy()).fit(X, Y, 4, shuffle=False, verbose=0)["loss"][0]
-        for strategy in (lambda: ff.DataParallel(ONE), FOUR["shard_map"])
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    one, four = (loss_of(model_of(stacked, each), 4) for each in ("one", "shard_map"))
+    assert four == pytest.approx(one, rel=1e-6)
 
 
-def straight_through(mean):
-    return mean - jax.lax.stop_gradient(mean)
-
-
-def in_the_gradient(w, x, _):
-    return x @ w - straight_through((x @ w).mean(0))
-
-
+@pytest.mark.slow
 def test_rows_that_are_mixed_in_the_gradient_alone_are_not_divided():
-    with pytest.raises(ValueError, match="would change its outputs or gradients"):
-        model_of(in_the_gradient, FOUR["shard_map"]()).fit(X, Y, 20, verbose=0)
-    found = model_of(in_the_gradient, ff.DataParallel(ONE)).fit(X, Y, 16, shuffle=False, verbose=0)
+    def mixing(w, x, _):
+        return x @ w - straight_through((x @ w).mean(0))
 
-    def loss(w, part):
-        return ((in_the_gradient(w, X[part], None) - Y[part]) ** 2).mean()
-
-    first, rest = slice(16), slice(16, 20)
-    w = W - 0.1 * jax.grad(loss)(W, first)
-    expected = float(16 * loss(W, first) + 4 * loss(w, rest)) / 20
-    assert found["loss"][0] == pytest.approx(expected, rel=1e-5)
-
-    def sown(w, x, _):
-        return x @ w, {"losses": {"size": straight_through(((x @ w).mean(0) ** 2).sum())}}
-
-    with pytest.raises(ValueError, match="the penalty that the model adds"):
-        model_of(sown, FOUR["shard_map"]()).fit(X, Y, 20, verbose=0)
+    assert_refused(model_of(mixing, "shard_map"), "would change its outputs or gradients")
+    found = loss_of(model_of(mixing), 16)
+    assert found == loss_by_hand(lambda w, x, y: squared(mixing(w, x, None), y).mean())
 
     def baseline(outputs, targets):
         weight = jnp.exp(straight_through(outputs[:, 0]))
         return weight * targets[:, 0] + (1 - weight) * targets[:, 0].mean()
 
-    with pytest.raises(ValueError, match="The loss gives each example a value that depends"):
-        model_of(lambda w, x, _: x @ w, ff.DataParallel(ONE), baseline).fit(X, Y, 16, verbose=0)
-
-
-@pytest.mark.parametrize(
-    ("start", "strength", "later"),
-    [
-        (0.0, lambda step: step >= 100, lambda step: step + 1),
-        slow(0, lambda step: step >= 1500, lambda step: step + 1),
-        slow(np.float16(65000), lambda step: step > 65100, lambda step: step + 32),
-        slow([0], lambda step: (step[0] > 1) & (step[0] < 900), lambda step: step + 1),
-        slow(False, lambda is_on: is_on, lambda is_on: True),
-        slow(np.zeros(4, "f4"), lambda gate: gate, lambda gate: gate + 0.1),
-    ],
-)
-def test_rows_that_are_mixed_from_a_later_step_on_are_not_divided(start, strength, later):
-    def warmed(w, x, variables):
-        known = variables["stats"]["known"]
-        return (x - strength(known) * x.mean(0)) @ w, {"stats": {"known": later(known)}}
-
-    state = {"stats": {"known": jnp.asarray(start)}}
-    with pytest.raises(ValueError, match="model mixes examples of a batch"):
-        model_of(warmed, FOUR["shard_map"](), state=state).fit(X, Y, 20, verbose=0)
+    assert_refused(model_of(linear, loss=baseline), COMPARES, 16)
 
 
 def test_a_constant_of_the_state_is_no_counter():
@@ -768,9 +705,7 @@ def test_a_constant_of_the_state_is_no_counter():
         ordered = jnp.take_along_axis(x, jnp.argsort(x, 1), 1)  # No proof knows this to keep rows.
         return jnp.sin(2 * jnp.pi * scale * ordered) @ w, {"stats": {"scale": scale}}
 
-    state = {"stats": {"scale": jnp.asarray(1.0)}}
-    found = model_of(waves, FOUR["shard_map"](), state=state).fit(X, Y, 20, verbose=0)
-    assert np.isfinite(found["loss"]).all()
+    loss_of(model_of(waves, "shard_map", state={"stats": {"scale": jnp.asarray(1.0)}}))
 
 
 @pytest.mark.slow
@@ -778,37 +713,29 @@ def test_examples_whose_gradients_are_taken_alone_must_not_be_mixed():
     def joint(w, x, _):
         return (x - jax.lax.pmean(x.mean(0), "replica")) @ w
 
-    options = {"example_grads_hook": lambda grads: grads, "strategy": ff.DataParallel(ONE)}
-    over_four = options | {"strategy": FOUR["shard_map"]()}
-    for model in (model_of(COMBINING["first row"], **options), model_of(joint, **over_four)):
-        with pytest.raises(ValueError, match=r"mixes examples .* whole batch. BatchNorm"):
-            model.fit(X, Y, 20, verbose=0)
-    found = model_of(lambda w, x, _: x @ w, **options).fit(X, Y, 20, verbose=0)
-    assert found["loss"][0] == pytest.approx(((X @ W - Y) ** 2).mean(), rel=1e-5)
+    hook = {"example_grads_hook": lambda grads: grads}
+    for model in (model_of(COMBINING["first row"], **hook), model_of(joint, "shard_map", **hook)):
+        assert_refused(model, r"mixes examples .* whole batch. BatchNorm")
+    expected = ((X @ W - Y) ** 2).mean()
+    assert loss_of(model_of(linear, **hook)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_weights_of_padded_batches_are_tried_in_an_objective():
     def normalized(apply, batch, rngs):
-        values = ((apply(*batch.inputs) - batch.targets[0]) ** 2).mean(-1)
+        values = squared(apply(*batch.inputs), batch.targets[0])
         return values if batch.weights is None else values * batch.weights / batch.weights.mean()
 
-    def model():
-        return model_of(lambda w, x, _: x @ w, ff.DataParallel(ONE), None, objective=normalized)
-
-    with pytest.raises(ValueError, match="Cannot compute this objective with batches that may be"):
-        model().fit(X, Y, 16, verbose=0)
-    found = model().fit(X, Y, 20, verbose=0)["loss"][0]
-    assert found == pytest.approx(((X @ W - Y) ** 2).mean(), rel=1e-5)
+    model = model_of(linear, loss=None, objective=normalized)
+    assert_refused(model, "Cannot compute this objective with batches that may be", 16)
+    model = model_of(linear, loss=None, objective=normalized)
+    assert loss_of(model) == pytest.approx(((X @ W - Y) ** 2).mean(), rel=1e-5)
 
     def unpadded(apply, batch, rngs):
-        values = ((apply(*batch.inputs) - batch.targets[0]) ** 2).mean(-1)
+        values = squared(apply(*batch.inputs), batch.targets[0])
         return values / values.mean() if batch.weights is None else values
 
-    options = {"objective": unpadded, "pad": False}
-    with pytest.raises(ValueError, match="Cannot compute this objective with 4 devices"):
-        model_of(lambda w, x, _: x @ w, FOUR["shard_map"](), None, **options).fit(
-            X, Y, 16, verbose=0
-        )
+    model = model_of(linear, "shard_map", None, objective=unpadded, pad=False)
+    assert_refused(model, "Cannot compute this objective with 4 devices", 16)
 
 
 @pytest.mark.parametrize("way", ["fit", slow("evaluate")])
@@ -816,7 +743,6 @@ def test_a_state_with_a_row_for_each_example_cannot_be_divided(way):
     def recurrent(w, x, variables):
         return (x + variables["stats"]["carry"]) @ w, {"stats": {"carry": x}}
 
-    state = {"stats": {"carry": jnp.zeros((20, 4))}}
-    model = model_of(recurrent, FOUR["shard_map"](), state=state)
+    model = model_of(recurrent, "shard_map", state={"stats": {"carry": jnp.zeros((20, 4))}})
     with pytest.raises(ValueError, match=r"a part of it has 5 examples.*Sharded\(\)"):
         getattr(model, way)(X, Y, batch_size=20, verbose=0)
