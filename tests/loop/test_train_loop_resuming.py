@@ -1,5 +1,6 @@
 """Randomness depends on the position alone, so a resumed TrainLoop repeats to the bit."""
 
+import functools
 import gc
 import itertools
 import weakref
@@ -8,16 +9,27 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from internals import programs_of
-from loops import OPTIMIZER, Normalized, Regressor, X, Y, assert_close, assert_equal, make_loop
+from loops import (
+    OPTIMIZER,
+    Normalized,
+    Regressor,
+    X,
+    Y,
+    assert_close,
+    assert_equal,
+    make_loop,
+    make_weight_loop,
+)
 from marks import thorough
 
 import flaxfit as ff
 from flaxfit.loop._feed import Feed
 
 pytestmark = pytest.mark.optimized
+
+one_weight = functools.partial(make_weight_loop, n_steps=None, devices=jax.devices()[:1])
 
 
 @pytest.mark.parametrize("n_devices", [thorough(1), 4])
@@ -44,16 +56,6 @@ def test_a_run_in_two_parts_equals_the_whole_bit_for_bit(n_devices):
         [resumed.state.params, resumed.state.opt_state, resumed.model_state],
     )
     assert resumed.metrics == whole.metrics
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call", [3, thorough(4)])
-def test_several_steps_in_one_dispatch_change_nothing(steps_per_call):
-    options = {"n_steps": 10, "n_steps_per_checkpoint": 4}
-    one = list(make_loop(Regressor(0.2), **options))
-    many = list(make_loop(Regressor(0.2), steps_per_call=steps_per_call, **options))
-    assert [c.step for c in many] == [c.step for c in one] == [1, 5, 9, 10]
-    assert_equal([c.state.params for c in one], [c.state.params for c in many])
 
 
 @pytest.mark.slow
@@ -113,8 +115,7 @@ def test_an_inspection_that_failed_is_not_said_to_be_under_way():
             raise RuntimeError("no way")
         return Regressor().apply(variables, x, **options)
 
-    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", ff.ArrayStream(X, Y, batch_size=16))
-    loop = ff.TrainLoop(Regressor().init, task, 0, stdout=False)
+    loop = make_loop(task=ff.TrainTask(apply, OPTIMIZER, "mse", (X, Y)))
     with pytest.raises(RuntimeError, match="no way"):
         next(loop)
     fails[0] = False
@@ -141,7 +142,7 @@ def test_a_program_that_failed_to_compile_is_not_said_to_be_compiling(monkeypatc
     def fail(*arguments, **options):
         raise RuntimeError("no room")
 
-    loop = make_loop()
+    loop = one_weight()
     next(loop)
     with monkeypatch.context() as patched:
         patched.setattr(loop.strategy, "compile", fail)
@@ -158,16 +159,16 @@ def test_a_program_that_failed_to_compile_is_not_said_to_be_compiling(monkeypatc
 @pytest.mark.parametrize(
     ("data", "n"),
     [
-        thorough(lambda: ff.ArrayStream(X, Y, batch_size=16), 1),
-        (lambda: ff.ArrayStream(X, Y, batch_size=16), 2),
-        (lambda: itertools.cycle([(X[:16], Y[:16]), (X[16:32], Y[16:32])]), 1),
+        thorough(lambda: ff.ArrayStream(X, X, batch_size=16), 1),
+        (lambda: ff.ArrayStream(X, X, batch_size=16), 2),
+        (lambda: itertools.cycle([(X[:16], X[:16]), (X[16:32], X[16:32])]), 1),
     ],
     ids=["rows", "rows of several", "batches"],
 )
 def test_a_step_that_fails_loses_no_batch(data, n):
     options = {"n_steps": 8, "n_steps_per_checkpoint": 2, "first_checkpoint": 2}
-    *_, whole = make_loop(data=data(), steps_per_call=n, **options)
-    loop = make_loop(data=data(), steps_per_call=n, **options)
+    *_, whole = one_weight(data=data(), steps_per_call=n, **options)
+    loop = one_weight(data=data(), steps_per_call=n, **options)
     next(loop)
     programs = programs_of(loop)
     usual = dict(programs)
@@ -187,10 +188,10 @@ def test_a_step_that_fails_loses_no_batch(data, n):
 @pytest.mark.parametrize("n", [1, thorough(2)])
 def test_what_fails_beside_a_step_loses_no_batch_either(n, monkeypatch):
     def make(data):
-        return make_loop(data=data, steps_per_call=n, n_steps=12, first_checkpoint=2)
+        return one_weight(data=data, steps_per_call=n, n_steps=12, first_checkpoint=2)
 
     def arrays():
-        return ff.ArrayStream(X, Y, batch_size=16, shuffle=True)
+        return ff.ArrayStream(X, X, batch_size=16, shuffle=True)
 
     def fail(*arguments):
         monkeypatch.undo()
@@ -234,21 +235,3 @@ def test_batches_are_alike_whose_structures_are_equal():
     loop = ff.TrainLoop(lambda rngs, x: {"params": jnp.ones(5)}, task, 0, stdout=False)
     assert [checkpoint.step for checkpoint in loop] == [1, 2, 3]
     assert len(programs_of(loop)) == 1
-
-
-def test_data_that_has_ended_is_not_asked_again():
-    class Batches:
-        n_asked = 0
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.n_asked += 1
-            if self.n_asked > 3:
-                raise StopIteration
-            return X[:16], Y[:16]
-
-    data = Batches()
-    assert [checkpoint.step for checkpoint in make_loop(data=data)] == [1, 2, 3]
-    assert data.n_asked == 4
