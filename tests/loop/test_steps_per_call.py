@@ -75,6 +75,7 @@ def test_steps_that_are_left_over_are_taken_one_by_one():
     assert dispatches(make_loop(n_steps=14, first_checkpoint=2)) == [1, 1, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_the_results_are_those_of_single_steps(n_devices):
     options = {"n_steps": 36, "devices": jax.devices()[:n_devices]}
@@ -93,15 +94,6 @@ def test_batches_that_are_not_rows_of_arrays_are_stepped_one_by_one():
     assert dispatches(make_loop([(X[:8], Y[:8])] * 20)) == [1] * 20
     stream = ff.ArrayStream(X, Y, batch_size=8, resident=False)
     assert dispatches(make_loop(stream, n_steps=12)) == [1] * 12
-
-
-def test_watchers_see_each_step_also_those_that_come_later():
-    loop = make_loop(n_steps=36)
-    seen = []
-    for checkpoint in loop:
-        if checkpoint.step == 12:
-            loop.watchers.append(seen.append)
-    assert seen == [*range(13, 37)]
 
 
 def test_a_watcher_that_comes_between_two_checkpoints_sees_each_step():
