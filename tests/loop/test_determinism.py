@@ -1,9 +1,8 @@
 """The notice about bits on a GPU: where they are promised and a flag is missing, once."""
 
 import jax
-import numpy as np
-import optax
 import pytest
+from loops import make_weight_loop
 
 import flaxfit as ff
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
@@ -42,37 +41,24 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(_determinism, "is_inexact", lambda platform, flags: True)
 
 
-X = np.ones((8, 1), np.float32)
-
-
-def make_loop(init=None, **options):
-    def new(rngs, x):
-        return {"params": np.zeros(1, np.float32)}
-
-    task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (X, X))
-    return ff.TrainLoop(init or new, task, 0, **options)
-
-
 def times_said(capfd):
     return capfd.readouterr().err.count("bit for bit")
 
 
 def test_it_is_said_once_where_replicas_are_to_give_the_same_bits(on_gpu, capfd):
-    make_loop()
-    make_loop(strategy=ff.DataParallel(jax.devices()[:1]))
+    one, options = jax.devices()[:1], {"stdout": True}
+    make_weight_loop(**options)
+    make_weight_loop(strategy=ff.DataParallel(one), **options)
     assert times_said(capfd) == 0
     for _ in range(2):
-        make_loop(strategy=ff.DataParallel(jax.devices()[:1], virtual_replicas=2))
+        make_weight_loop(strategy=ff.DataParallel(one, virtual_replicas=2), **options)
     assert times_said(capfd) == 1
 
 
 def test_it_is_said_when_a_run_is_resumed(on_gpu, tmp_path, capfd):
     with CheckpointFileWriter(tmp_path) as save:
-        save(make_loop(callbacks=[save]).next_step())
+        loop = make_weight_loop([save], stdout=True, devices=jax.devices()[:1])
+        save(loop.next_step())
     capfd.readouterr()
-
-    def new(rngs, x):
-        return {"params": np.zeros(1, np.float32)}
-
-    make_loop(CheckpointFileReader(tmp_path, new))
+    ff.TrainLoop(CheckpointFileReader(tmp_path, loop.state), loop.task)
     assert times_said(capfd) == 1

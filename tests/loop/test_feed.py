@@ -1,17 +1,23 @@
 """The data of a TrainLoop: its forms, its end, and other data in the middle."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loops import X, Y, assert_equal, make_loop
+from loops import X, assert_equal, make_weight_loop
 from marks import slow, thorough
 
 import flaxfit as ff
 
+Y = 2 * X
+loop_of = functools.partial(make_weight_loop, n_steps=None, devices=jax.devices()[:1])
+
 
 def test_finite_data_ends_with_a_last_checkpoint_and_named_errors_after():
     data = [(X[:16], Y[:16])] * 6
-    loop = make_loop(data=data, n_steps=100, n_steps_per_checkpoint=4)
+    loop = loop_of(data=data, n_steps=100, n_steps_per_checkpoint=4)
     assert [(c.step, c.n_completed_steps) for c in loop] == [(1, 1), (5, 4), (6, 1)]
     assert list(loop) == []
     for method in (loop.next_step, loop.next_checkpoint):
@@ -20,12 +26,12 @@ def test_finite_data_ends_with_a_last_checkpoint_and_named_errors_after():
 
 
 def test_data_that_ends_on_the_grid_gives_no_second_checkpoint():
-    loop = make_loop(data=[(X[:16], Y[:16])] * 5, n_steps_per_checkpoint=4)
+    loop = loop_of(data=[(X[:16], Y[:16])] * 5, n_steps_per_checkpoint=4)
     assert [c.step for c in loop] == [1, 5]
 
 
 def test_other_data_can_be_trained_on_next():
-    loop = make_loop(data=[(X[:16], Y[:16])] * 2)
+    loop = loop_of(data=[(X[:16], Y[:16])] * 2)
     assert [c.step for c in loop] == [1, 2]
     loop.data = [(X[16:32], Y[16:32])] * 2
     assert [c.step for c in loop] == [3, 4]
@@ -48,7 +54,7 @@ def test_data_that_is_set_while_a_batch_is_read_is_gone_on_with(at, ends, steps_
             yield X[:16], Y[:16]
 
     options = {"n_steps_per_checkpoint": 9, "first_checkpoint": 9, "steps_per_call": steps_per_call}
-    loop = make_loop(data=[(X[:16], Y[:16])], **options)
+    loop = loop_of(data=[(X[:16], Y[:16])], **options)
     loop.data = batches()
     *_, last = loop
     before = at - at % steps_per_call  # What was read along with it is not stepped, either.
@@ -63,10 +69,10 @@ def test_the_batch_that_was_peeked_at_is_trained_on():
             seen.append(i)
             yield X[i * 16 : i * 16 + 16], Y[i * 16 : i * 16 + 16]
 
-    loop = make_loop(data=batches())
+    loop = loop_of(data=batches())
     assert seen == [0]
     *_, last = loop
-    expected = make_loop(data=[(X[i : i + 16], Y[i : i + 16]) for i in (0, 16, 32)])
+    expected = loop_of(data=[(X[i : i + 16], Y[i : i + 16]) for i in (0, 16, 32)])
     *_, other = expected
     assert last.step == 3
     assert_equal(last.state.params, other.state.params)
@@ -74,7 +80,7 @@ def test_the_batch_that_was_peeked_at_is_trained_on():
 
 def test_empty_data_is_refused():
     with pytest.raises(ValueError, match="no batches|is empty"):
-        make_loop(data=[])
+        loop_of(data=[])
 
 
 def test_a_stream_that_broke_is_not_taken_for_its_end():
@@ -82,7 +88,7 @@ def test_a_stream_that_broke_is_not_taken_for_its_end():
         yield X[:16], Y[:16]
         raise OSError("disk gone")
 
-    loop = make_loop(data=batches())
+    loop = loop_of(data=batches())
     assert next(loop).step == 1
     with pytest.raises(OSError, match="disk gone"):
         next(loop)
@@ -102,14 +108,14 @@ def test_batches_come_in_many_forms(form):
         "named": ({"x": x}, y),
         "jax": (jnp.asarray(x), jnp.asarray(y)),
     }
-    expected = make_loop(data=[(x, y)]).next_step()
-    checkpoint = make_loop(data=[forms[form]]).next_step()
+    expected = loop_of(data=[(x, y)]).next_step()
+    checkpoint = loop_of(data=[forms[form]]).next_step()
     assert checkpoint.loss == pytest.approx(expected.loss, rel=1e-6)
 
 
 def test_a_change_of_shape_is_announced_and_of_structure_refused(capsys):
     data = [(X[:8], Y[:8]), (X[:16], Y[:16]), ((X[:16], X[:16]), Y[:16])]
-    loop = make_loop(data=data, stdout=True)
+    loop = loop_of(data=data, stdout=True)
     assert [next(loop).step, next(loop).step] == [1, 2]
     assert "compiled the training step again" in capsys.readouterr().err
     with pytest.raises(ValueError) as caught:

@@ -1,14 +1,18 @@
 """Interrupts of a TrainLoop lose nothing, and `finish` ends it early."""
 
+import functools
 import itertools
 import signal
 import threading
 
 import jax
 import pytest
-from loops import OPTIMIZER, Regressor, X, Y, assert_equal, make_loop
+from loops import OPTIMIZER, Regressor, X, Y, assert_equal, make_loop, make_weight_loop
 
 import flaxfit as ff
+
+ONE = ff.DataParallel(jax.devices()[:1])
+one_weight = functools.partial(make_weight_loop, n_steps=None, strategy=ONE)
 
 # Interrupts.
 
@@ -20,26 +24,26 @@ def test_an_interrupt_waits_until_the_batch_is_trained_on():
         for i in range(6):
             if next(pulled) == 3:
                 signal.raise_signal(signal.SIGINT)
-            yield X[i * 8 : i * 8 + 8], Y[i * 8 : i * 8 + 8]
+            yield X[i * 8 : i * 8 + 8], X[i * 8 : i * 8 + 8]
 
-    loop = make_loop(data=batches(), n_steps_per_checkpoint=5, first_checkpoint=5)
+    loop = one_weight(data=batches(), n_steps_per_checkpoint=5, first_checkpoint=5)
     with pytest.raises(KeyboardInterrupt):
         next(loop)
     assert loop.step == 4 == int(loop.state.step)
     assert [c.step for c in loop] == [5, 6]
-    whole = make_loop(data=[(X[i * 8 : i * 8 + 8], Y[i * 8 : i * 8 + 8]) for i in range(6)])
+    whole = one_weight(data=[(X[i * 8 : i * 8 + 8], X[i * 8 : i * 8 + 8]) for i in range(6)])
     *_, last = whole
     assert_equal(last.state, loop.state)
 
 
 def test_a_second_interrupt_is_not_held_back():
     def hung():
-        yield X[:8], Y[:8]
+        yield X[:8], X[:8]
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         pytest.fail("still waiting for the loader")
 
-    loop = make_loop(data=hung())
+    loop = one_weight(data=hung())
     assert next(loop).step == 1
     with pytest.raises(KeyboardInterrupt):
         next(loop)
@@ -56,20 +60,13 @@ def test_after_an_interrupted_callback_the_checkpoint_is_delivered_still():
         return checkpoint.with_metrics({"seen": 1.0})
 
     before = []
-    loop = make_loop(n_steps=3, callbacks=[lambda c: before.append(c.step), interrupted])
+    loop = one_weight(n_steps=3, callbacks=[lambda c: before.append(c.step), interrupted])
     next(loop)
     with pytest.raises(KeyboardInterrupt):
         next(loop)
     rest = list(loop)
     assert [c.step for c in rest] == [2, 3] and rest[0].metrics["seen"] == 1.0
     assert before == [1, 2, 3] and calls == [1, 2, 2, 3]
-
-
-def test_the_handler_of_the_user_is_put_back():
-    present = signal.getsignal(signal.SIGINT)
-    loop = make_loop(n_steps=1)
-    next(loop)
-    assert signal.getsignal(signal.SIGINT) is present
 
 
 def test_a_callback_of_fit_may_handle_interrupts_until_it_is_closed():
@@ -82,21 +79,21 @@ def test_a_callback_of_fit_may_handle_interrupts_until_it_is_closed():
             signal.signal(signal.SIGINT, self.before)
 
     before = signal.getsignal(signal.SIGINT)
-    model = ff.Model(Regressor(), OPTIMIZER, "mse")
+    model = ff.Model(Regressor(), OPTIMIZER, "mse", strategy=ONE)
     model.fit(X, Y, batch_size=32, epochs=2, verbose=0, callbacks=[Handling()])
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_loop_trains_in_another_thread():
     steps = []
-    thread = threading.Thread(target=lambda: steps.extend(c.step for c in make_loop(n_steps=2)))
+    thread = threading.Thread(target=lambda: steps.extend(c.step for c in one_weight(n_steps=2)))
     thread.start()
     thread.join()
     assert steps == [1, 2]
 
 
 def test_an_error_in_the_users_code_loses_nothing():
-    loop, steps = make_loop(n_steps=4), []
+    loop, steps = one_weight(n_steps=4), []
     with pytest.raises(ZeroDivisionError):
         for checkpoint in loop:
             steps.append(checkpoint.step)
@@ -116,18 +113,16 @@ def finishing(loop, at):
 
 
 def test_finish_ends_with_the_step_that_is_being_taken():
-    loop = finishing(make_loop(n_steps=40, n_steps_per_checkpoint=20), at=7)
+    loop = finishing(one_weight(n_steps=40, n_steps_per_checkpoint=20), at=7)
     checkpoints = list(loop)
-    assert [(c.step, c.stop, c.n_completed_steps) for c in checkpoints] == [
-        (1, False, 1),
-        (7, True, 6),
-    ]
-    assert_equal(checkpoints[-1].state, list(make_loop(n_steps=7))[-1].state)
+    assert [(c.step, c.stop) for c in checkpoints] == [(1, False), (7, True)]
+    assert [c.n_completed_steps for c in checkpoints] == [1, 6]
+    assert_equal(checkpoints[-1].state, list(one_weight(n_steps=7))[-1].state)
     assert list(loop) == []
 
 
 def test_finish_is_honoured_by_run_until_and_may_be_gone_on_from():
-    loop = finishing(make_loop(n_steps_per_checkpoint=50), at=7)
+    loop = finishing(one_weight(n_steps_per_checkpoint=50), at=7)
     assert [c.step for c in loop.run_until(20)] == [1, 7]
     assert [c.step for c in loop.run_until(20)] == [20]
 
@@ -141,22 +136,18 @@ def test_finish_in_a_fit_ends_the_fit():
         def __call__(self, checkpoint):
             return checkpoint
 
-    model = ff.Model(Regressor(), OPTIMIZER, "mse", ["mae"])
+    model = ff.Model(Regressor(), OPTIMIZER, "mse", ["mae"], strategy=ONE)
     history = model.fit(X, Y, batch_size=16, epochs=5, callbacks=[Finish()], verbose=0)
     assert (model.step, history.steps) == (6, [4, 6])
 
 
-def test_finish_in_a_callback_stops_with_its_checkpoint():
-    loop = make_loop(n_steps=10)
+def test_finish_in_a_callback_stops_with_its_checkpoint_and_in_the_for_at_once():
+    loop = one_weight(n_steps=10)
     loop.callbacks = [lambda c: loop.finish() if c.step == 3 else None, lambda c: c]
     assert [(c.step, c.stop) for c in loop] == [(1, False), (2, False), (3, True)]
-
-
-def test_finish_in_the_for_itself_takes_no_further_step():
-    loop = make_loop(n_steps=10)
-    for checkpoint in loop:
-        if checkpoint.step == 4:
-            loop.finish()
+    loop.callbacks = None
+    for _ in loop.run_until(10):
+        loop.finish()
     assert loop.step == 4
 
 
@@ -168,7 +159,7 @@ def test_finish_with_several_steps_per_call_ends_with_the_call_and_counts_its_ex
 
 
 def test_finish_outlives_an_exception_between_it_and_the_checkpoint():
-    loop = finishing(make_loop(n_steps=10, first_checkpoint=10), at=3)
+    loop = finishing(one_weight(n_steps=10, first_checkpoint=10), at=3)
 
     def fail_once(step):
         loop.watchers.pop()
@@ -182,6 +173,7 @@ def test_finish_outlives_an_exception_between_it_and_the_checkpoint():
 
 def test_examples_are_counted_without_padding():
     x = X[:50]
-    data = ff.ArrayStream(x, x.sum(1), batch_size=16, epochs=2)
-    loop = make_loop(data=data, first_checkpoint=4, n_steps_per_checkpoint=4, devices=jax.devices())
+    data = ff.ArrayStream(x, x, batch_size=16, epochs=2)
+    options = {"first_checkpoint": 4, "n_steps_per_checkpoint": 4, "devices": jax.devices()}
+    loop = make_weight_loop(data=data, n_steps=None, **options)
     assert [c.n_examples for c in loop] == [50, 50]

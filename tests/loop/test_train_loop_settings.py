@@ -8,21 +8,21 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import init_of
 
 import flaxfit as ff
 
 X = np.full((8, 3), 0.125, np.float32)
 
 
-def make_loop(strategy):
+@pytest.fixture
+def loop():
     task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), "mse", (X, X[:, :1]))
-    return ff.TrainLoop(
-        nn.Dense(1), task, 0, n_steps_per_checkpoint=5, n_steps=10, strategy=strategy, stdout=False
-    )
+    options = {"n_steps": 10, "n_steps_per_checkpoint": 5, "stdout": False}
+    return ff.TrainLoop(init_of(nn.Dense(1), 3), task, 0, devices=jax.devices()[:1], **options)
 
 
-def test_a_notebook_shows_where_a_loop_is_and_which_steps_yield_checkpoints():
-    loop = make_loop(ff.DataParallel(jax.devices()[:1]))
+def test_a_notebook_shows_where_a_loop_is_and_which_steps_yield_checkpoints(loop):
     page = ET.fromstring(loop._repr_html_())
     assert page.findtext("b") == "TrainLoop at step 0/10" and page.find("table") is None
     assert page.findtext("small") == (
@@ -39,8 +39,7 @@ def test_a_notebook_shows_where_a_loop_is_and_which_steps_yield_checkpoints():
     assert page.findtext("details/summary") == "params: 4 numbers in 2 arrays"
 
 
-def test_a_snapshot_on_new_data_has_nothing_of_the_data_before():
-    loop = make_loop(ff.DataParallel(jax.devices()[:1]))
+def test_a_snapshot_on_new_data_has_nothing_of_the_data_before(loop):
     loop.next_checkpoint()
     loop.data = ff.ArrayStream(X[:4], X[:4, :1], batch_size=4)
     snapshot = loop.snapshot()
@@ -49,16 +48,13 @@ def test_a_snapshot_on_new_data_has_nothing_of_the_data_before():
     assert snapshot.running["batch_size"] == 0
 
 
-def test_the_repr_of_a_loop_is_one_line_without_data_or_weights():
-    strategy = ff.DataParallel(jax.devices()[:1])
-    loop = make_loop(strategy)
+def test_the_repr_of_a_loop_is_one_line_without_data_or_weights(loop):
     assert repr(loop) == (
-        f"TrainLoop(mse, step=0, n_steps=10, n_steps_per_checkpoint=5, {strategy}, 4 params)"
+        f"TrainLoop(mse, step=0, n_steps=10, n_steps_per_checkpoint=5, {loop.strategy}, 4 params)"
     )
 
 
-def test_options_of_the_task_are_not_set_by_assignment():
-    loop = make_loop(ff.DataParallel(jax.devices()[:1]))
+def test_options_of_the_task_are_not_set_by_assignment(loop):
     for name in ("optimizer", "loss", "clip_norm", "metrics"):
         words = rf"no {name} to set: use .*replace\(loop.task, {name}=...\)"
         with pytest.raises(AttributeError, match=words):
