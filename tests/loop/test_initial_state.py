@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 from loops import (
+    OPTIMIZER,
     Normalized,
     Regressor,
     X,
@@ -15,22 +17,13 @@ from loops import (
     make_loop,
     make_task,
     make_weight_loop,
+    waves,
 )
 from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
-
-
-def test_a_fresh_start_needs_a_key():
-    with pytest.raises(ValueError, match="needs a random key"):
-        make_loop(rnkey=None)
-
-
-@pytest.mark.slow
-def test_a_given_state_needs_no_key():
-    loop = ff.TrainLoop(make_loop().state, make_task(), stdout=False)
-    assert loop.next_step().step == 1
+from flaxfit.loop._placed_state import PlacedState
 
 
 @pytest.mark.slow
@@ -40,14 +33,28 @@ def test_a_key_is_typed_or_raw_or_a_seed(key):
     assert make_loop(rnkey=key).next_step().loss == expected.loss
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("marked", [given, lambda init: init])
+@pytest.mark.parametrize(
+    ("marked", "debug"),
+    [
+        (given, False),
+        (lambda init: init, False),
+        slow(given, True),
+        thorough(lambda init: init, True),
+    ],
+)
 def test_arrays_that_an_init_returns_stay_valid(marked, debug):
     weight = jnp.ones(1)
     init = marked(lambda rngs, x: {"params": weight})
-    loop = ff.TrainLoop(init, make_weight_loop().task, 0, stdout=False, debug=debug)
+    options = {"devices": jax.devices()[:1], "stdout": False, "debug": debug}
+    loop = ff.TrainLoop(init, make_weight_loop().task, 0, **options)
     loop.next_step()
     assert weight == 1 and loop.state.params != 1
+
+
+def test_a_state_that_nobody_else_holds_is_taken_over_without_a_copy():
+    held, params = PlacedState(ff.DataParallel(jax.devices()[:1])), {"a": jnp.ones(2)}
+    held.place(ff.TrainState.create(OPTIMIZER, {"params": params}, key=0), may_donate=True)
+    assert held.value.params["a"].unsafe_buffer_pointer() == params["a"].unsafe_buffer_pointer()
 
 
 def test_an_input_sample_stands_in_for_the_first_batch():
@@ -59,28 +66,33 @@ def test_an_input_sample_stands_in_for_the_first_batch():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"strategy": ff.DataParallel()}, "either devices or a strategy"),
-        ({"task": make_task(rngs=("noise",)), "collections": ["dropout"]}, "either collections or"),
-        ({"task": make_task(mutable=False), "mutable_collections": ["a"]}, "either mutable_coll"),
+        ({"rnkey": None}, ValueError, "needs a random key"),
+        ({"strategy": ff.DataParallel()}, ValueError, "either devices or a strategy"),
+        (
+            {"task": make_task(rngs=("noise",)), "collections": ["dropout"]},
+            ValueError,
+            "either collections or",
+        ),
+        (
+            {"task": make_task(mutable=False), "mutable_collections": ["a"]},
+            ValueError,
+            "either mutable_coll",
+        ),
+        (
+            {"devices": None, "strategy": "ddp"},
+            TypeError,
+            r"such as flaxfit.DataParallel\(\) .*, got 'ddp'",
+        ),
+        ({"devices": None, "strategy": ff.Sharded}, TypeError, "got <class .*Sharded'>"),
+        ({"task": optax.sgd(0.1)}, TypeError, "needs a task, .*, got GradientTransformation"),
     ],
 )
-def test_arguments_that_exclude_each_other_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_loop(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"devices": None, "strategy": "ddp"}, r"such as flaxfit.DataParallel\(\) .*, got 'ddp'"),
-        ({"devices": None, "strategy": ff.Sharded}, "got <class .*Sharded'>"),
-        ({"task": optax.sgd(0.1)}, "needs a task, .*, got GradientTransformation"),
-    ],
-)
-def test_arguments_of_other_kinds_are_refused(options, message):
-    with pytest.raises(TypeError, match=message):
+def test_arguments_that_are_missing_wrong_or_exclude_each_other_are_refused(
+    options, error, message
+):
+    with pytest.raises(error, match=message):
         make_loop(**options)
 
 
@@ -92,7 +104,8 @@ def test_the_ancestors_arguments_become_fields_of_the_task():
 
 
 def test_a_module_stands_for_its_init():
-    module, task = Regressor(), make_task()
+    module = nn.Dense(1, kernel_init=waves)
+    task = ff.TrainTask(module, OPTIMIZER, "mse", (X, X[:, :1]))
     loops = [ff.TrainLoop(init, task, 0, stdout=False) for init in (module, module.init)]
     assert_equal(*(loop.state.params for loop in loops))
 
