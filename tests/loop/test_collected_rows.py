@@ -7,7 +7,7 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.data._batch import Batch
-from flaxfit.loop._collected_rows import CollectedRows, check_bounds, of_rows
+from flaxfit.loop._collected_rows import CollectedRows, check_bounds
 from flaxfit.metrics import as_metrics, collected
 
 
@@ -30,7 +30,8 @@ def kept(*batches, **options):
 def test_rows_are_kept_in_order_but_those_of_weight_0():
     values = np.arange(10)
     weights = (values % 3 != 0).astype(np.float32)
-    found = kept(batch_of(values[:7], weights[:7]), batch_of(values[7:], weights[7:]))
+    none = batch_of(values[:3], np.zeros(3))
+    found = kept(batch_of(values[:7], weights[:7]), none, batch_of(values[7:], weights[7:]))
     np.testing.assert_array_equal(found, [1, 2, 4, 5, 7, 8])
     assert found.dtype == values.dtype
 
@@ -40,11 +41,6 @@ def test_a_row_counts_if_one_of_its_weights_does():
     values = np.arange(6).reshape(3, 2)
     with pytest.warns(UserWarning, match="takes none"):
         np.testing.assert_array_equal(kept(batch_of(values, weights)), values[1:])
-
-
-def test_batches_whose_rows_all_have_weight_0_leave_none():
-    found = kept(batch_of(np.arange(3), np.zeros(3)), batch_of(np.arange(4)))
-    np.testing.assert_array_equal(found, np.arange(4))
 
 
 def test_more_rows_than_the_bound_are_refused_with_how_to_raise_it():
@@ -83,11 +79,6 @@ def test_values_come_by_name_and_do_not_replace_others():
     assert rows.values({"mse": 1.0}) == {"a": 3.0, "b": 2.0}
     with pytest.raises(ValueError, match="'both' returned the key 'a'"):
         rows.values({"a": 1.0})
-
-
-def test_only_collected_metrics_have_rows():
-    metrics = {"keep": collected(keep), **as_metrics(["mse"])}
-    assert [*of_rows(metrics)] == ["keep"]
 
 
 @pytest.mark.slow

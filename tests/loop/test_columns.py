@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from loops import OPTIMIZER, Regressor, X, Y, assert_equal, init_of, make_loop
 from marks import quick, slow, thorough, usual
+from strategies import options_of_loops
 
 import flaxfit as ff
 from flaxfit.data import prefetch
@@ -32,8 +33,12 @@ def make_task(data, **options):
     return ff.TrainTask(module.apply, OPTIMIZER, "mse", data, ["mae"], **options)
 
 
+def loop_of(task, **options):
+    return make_loop(Regressor(0.3), task=task, **options)
+
+
 def states(task, n=6, **options):
-    loop = make_loop(Regressor(0.3), task=task, n_steps=n, **options)
+    loop = loop_of(task, n_steps=n, **options)
     return [(checkpoint.state, np.float64(checkpoint.loss)) for checkpoint in loop]
 
 
@@ -72,16 +77,10 @@ def test_every_form_of_data_trains_as_in_pairs(form):
     assert_equal(states(make_task(by_name(COLUMNS), **OPTIONS), n), expected)
 
 
-STRATEGIES = {
-    "data-parallel": lambda: ff.DataParallel(jax.devices()[:4]),
-    "sharded": lambda: ff.Sharded.fsdp(devices=jax.devices()[:4]),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["sharded", thorough("data-parallel")])
+@pytest.mark.parametrize("strategy", ["fsdp", thorough("data parallel")])
 def test_every_strategy_takes_them(strategy):
-    loops = {"devices": None, "strategy": STRATEGIES[strategy](), "n": 4}
+    loops = {"devices": None, "n": 4, **options_of_loops()[strategy]}
     expected = states(make_task(cut((X, Y, W), 20)), **loops)
     assert_equal(states(make_task(cut(COLUMNS, 20), **OPTIONS), **loops), expected)
 
@@ -99,27 +98,20 @@ def test_several_steps_per_call_take_them(form):
 @pytest.mark.parametrize("form", usual("prefetched", "stream", of=FORMS))
 def test_a_run_resumes_at_its_position(form):
     data = FORMS[form][0]
-    first = make_loop(Regressor(0.3), task=make_task(data(COLUMNS), **OPTIONS))
+    first = loop_of(make_task(data(COLUMNS), **OPTIONS))
     saved = [first.next_checkpoint() for _ in range(3)][1]
-    again = make_loop(Regressor(0.3), task=make_task(data(COLUMNS), **OPTIONS))
+    again = loop_of(make_task(data(COLUMNS), **OPTIONS))
     again.restore(saved)
     assert_equal(again.next_checkpoint().state, first.state)
 
 
 @pytest.mark.slow
-def test_a_given_batch_may_have_columns():
+def test_a_given_batch_and_a_sample_of_the_inputs_may_have_columns():
     task = make_task(None, **OPTIONS)
-    loops = [make_loop(Regressor(0.3), task=task, input_sample=X) for _ in range(2)]
-    steps = [loop.next_step(item) for loop, item in zip(loops, (COLUMNS, (X, Y, W)), strict=True)]
-    assert_equal(steps[0].state, steps[1].state)
-
-
-@pytest.mark.slow
-def test_a_sample_of_the_inputs_may_have_columns():
-    task = make_task(None, **OPTIONS)
-    samples = X, {"image": X}, COLUMNS
-    loops = [ff.TrainLoop(Regressor(), task, 0, input_sample=s, stdout=False) for s in samples]
-    assert_equal([loop.state for loop in loops[1:]], [loops[0].state] * 2)
+    given = (COLUMNS, COLUMNS), ({"image": X}, (X, Y, W)), (X, (X, Y, W))
+    steps = [loop_of(task, input_sample=sample).next_step(batch) for sample, batch in given]
+    for step in steps[1:]:
+        assert_equal(step.state, steps[0].state)
 
 
 @pytest.mark.slow
@@ -131,9 +123,13 @@ def test_inputs_by_the_names_of_the_call():
 
     mask = (X > 0).astype(np.float32)
     inputs = {"tokens": X, "mask": mask}
-    task = ff.TrainTask(TwoInputs(), optax.sgd(0.1), "mse", (inputs, Y))
-    expected = ff.TrainLoop(TwoInputs(), task, 0, n_steps=2, stdout=False)
-    expected = [checkpoint.state for checkpoint in expected]
+
+    def states(data, **names):
+        task = ff.TrainTask(TwoInputs(), optax.sgd(0.1), "mse", data, **names)
+        loop = ff.TrainLoop(TwoInputs(), task, 0, n_steps=2, stdout=False)
+        return [checkpoint.state for checkpoint in loop]
+
+    expected = states((inputs, Y))
     renamed = {"ids": X, "ones": mask, "id": NAMES, "size": Y}
     by_name = {"inputs": {"tokens": "ids", "mask": "ones"}, "targets": "size"}
     for columns, names in (
@@ -142,9 +138,7 @@ def test_inputs_by_the_names_of_the_call():
         (renamed, by_name),
         (renamed, {**by_name, "inputs": ("ids", "ones")}),
     ):
-        task = ff.TrainTask(TwoInputs(), optax.sgd(0.1), "mse", columns, **names)
-        loop = ff.TrainLoop(TwoInputs(), task, 0, n_steps=2, stdout=False)
-        assert_equal([checkpoint.state for checkpoint in loop], expected)
+        assert_equal(states(columns, **names), expected)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +155,9 @@ def test_usual_names_need_no_word(make):
     module = make()
     task = ff.TrainTask(module, optax.sgd(0.1), "mse", {"image": X, "label": Y[:, None]})
     loop = ff.TrainLoop(module, task, 0, stdout=False)
-    outputs = loop.state.params, loop.next_step().loss
-    before, loss = outputs
-    kernel, bias = (
-        np.asarray(leaf) for leaf in sorted(jax.tree.leaves(before), key=np.ndim, reverse=True)
-    )
+    bias, kernel = sorted(map(np.asarray, jax.tree.leaves(loop.state.params)), key=np.ndim)
     expected = np.mean((X[:32] @ kernel + bias - Y[:32, None]) ** 2)
-    assert loss == pytest.approx(expected, rel=1e-5)
+    assert loop.next_step().loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("form", quick("batches", of=FORMS))
@@ -208,6 +198,10 @@ def test_tasks_that_take_turns_have_columns_of_their_own():
     assert losses(own) == losses(pairs)
 
 
+def init_dense(rngs, *inputs, **named):
+    return {"params": {"kernel": np.ones((5, 1), np.float32), "bias": np.zeros(1, np.float32)}}
+
+
 @pytest.mark.optimized  # It found that the newest JAX leaves out arguments in another way.
 def test_a_step_of_ones_own_gets_the_columns_as_before_or_by_name():
     seen = []
@@ -219,11 +213,7 @@ def test_a_step_of_ones_own_gets_the_columns_as_before_or_by_name():
     data = [{"obs": X, "label": Y}]
     for options in {}, {"inputs": "obs"}:
         task = ff.TrainTask(nn.Dense(1), step=step, data=data, **options)
-
-        def init(rngs, *inputs, **named):
-            return {"params": np.zeros(1)}
-
-        ff.TrainLoop(init, task, 0, stdout=False).next_step()
+        ff.TrainLoop(init_dense, task, 0, stdout=False).next_step()
     assert seen[0].inputs.keys() == {"obs", "label"} and seen[0].targets == ()
     assert len(seen[-1].inputs) == len(seen[-1].targets) == 1
 
@@ -240,14 +230,9 @@ def test_an_objective_gets_the_columns_as_before_or_by_name():
     data = [{"chosen": X, "rejected": -X}]
     for options in {}, {"inputs": ("chosen", "rejected")}:
         task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), data=data, objective=objective, **options)
-
-        def init(rngs, *inputs, **named):
-            return nn.Dense(1).init(rngs, X)
-
-        ff.TrainLoop(init, task, 0, stdout=False).next_step()
+        checkpoint = ff.TrainLoop(init_dense, task, 0, stdout=False).next_step()
         evaluate = ff.EvalTask(nn.Dense(1), [], data, objective=objective, **options)
-        state = ff.InferenceState(np.int32(0), nn.Dense(1).init(jax.random.key(0), X)["params"], {})
-        assert np.isfinite(ff.EvalLoop(evaluate).measure(state)["loss"])
+        assert np.isfinite(ff.EvalLoop(evaluate).measure(checkpoint.state)["loss"])
     assert seen[0].inputs.keys() == {"chosen", "rejected"}
     assert len(seen[-1].inputs) == 2
 

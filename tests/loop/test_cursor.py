@@ -59,13 +59,6 @@ def test_an_iterator_comes_to_its_end_and_what_was_fetched_stays():
     np.testing.assert_array_equal(cursor.fetch(2), [item])
 
 
-def test_without_data_there_is_nothing_to_fetch():
-    cursor = Cursor(None)
-    assert not cursor.has_data and cursor.position() is None
-    with pytest.raises(ValueError, match=r"no data: give TrainTask\(data="):
-        cursor.peek()
-
-
 def test_items_that_are_kept_are_copies_where_their_source_may_write_again():
     def reusing():
         buffer = np.zeros(1)

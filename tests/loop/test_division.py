@@ -73,27 +73,19 @@ def segments(w, x, variables):
     return (x + jax.ops.segment_sum(x, group, 1)[group]) @ w
 
 
-COMBINING = {
-    "segments": segments,
-    "parents": lambda w, x, _: (x[jnp.arange(len(x)) // 2] + x) @ w,
-    "ranks": lambda w, x, _: (x + jnp.argsort(jnp.argsort(x, 0), 0)) @ w,
-    "first row": lambda w, x, _: (x - x[0]) @ w,
-    "Fourier transform": lambda w, x, _: jnp.abs(jnp.fft.fft(x, axis=0)) @ w,
-}
+def parents(w, x, _):
+    return (x[jnp.arange(len(x)) // 2] + x) @ w
+
+
+# More functions that combine rows are in step/test_trial.py.
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        ("segments", "shard_map"),
-        ("parents", "virtual"),
-        slow("ranks", "pmap"),
-        slow("first row", "shard_map"),
-        slow("Fourier transform", "pmap"),
-    ],
+    ("function", "strategy"),
+    [(segments, "shard_map"), (parents, "virtual"), slow(segments, "pmap")],
 )
-def test_a_model_that_combines_rows_is_not_divided(name, strategy):
-    model = model_of(COMBINING[name], strategy)
+def test_a_model_that_combines_rows_is_not_divided(function, strategy):
+    model = model_of(function, strategy)
     for call in (
         lambda: model.fit(X, Y, 20, verbose=0),
         lambda: model.evaluate(X, Y, batch_size=20, verbose=0),
@@ -121,7 +113,6 @@ def from_step(strength, later):
     ("function", "state"),
     [
         (lambda w, x, _: (x + jnp.arange(len(x))[:, None]) @ w, {}),
-        slow(lambda w, x, _: (x / len(x)) @ w, {}),
         slow(lambda w, x, _: (x - 9e-3 * x.mean(0)) @ w, {}),
         (gated, {"params": {"w": W, "gate": 0.0}}),
         (gated, {"params": {"w": W, "gate": 1e-6}}),
@@ -193,13 +184,9 @@ def test_a_loss_that_compares_rows_may_be_computed_without_padding():
     ("function", "size"),
     [
         slow(segments, 16),
-        (COMBINING["parents"], 16),
+        (parents, 16),
         (lambda w, x, _: (x - x.mean(0) if len(x) > 15 else x) @ w, 16),
         (lambda w, x, _: (2.0 if len(x) >= 6 else 1.0) * x @ w, 16),
-        *(
-            thorough(lambda w, x, _, least=n: (2.0 if len(x) >= least else 1.0) * x @ w, n)
-            for n in (16, 7, 9)
-        ),
     ],
 )
 def test_remainders_that_padding_would_change_are_not_padded(function, size):
@@ -643,13 +630,13 @@ def apart_in_values(w, x, _):
     return centered_slopes(x @ w)
 
 
-@pytest.mark.parametrize("function", [scaled, beside_a_table, apart_in_values])
 @pytest.mark.parametrize(
-    "options",
+    ("function", "options"),
     [
-        {"accumulate": 4},
-        {"strategy": "shard_map"},
-        slow({"example_grads_hook": lambda grads: grads}),
+        (scaled, {"accumulate": 4}),
+        (beside_a_table, {"strategy": "shard_map"}),
+        (apart_in_values, {"accumulate": 4}),
+        slow(apart_in_values, {"example_grads_hook": lambda grads: grads}),
     ],
 )
 def test_a_model_that_computes_single_rows_differently_is_not_divided_into_them(function, options):
@@ -672,15 +659,6 @@ def test_state_and_penalty_are_compared_by_part_where_no_halves_are_accepted(opt
     state = {"kept": {"mean": np.float32(0)}}
     model = model_of(kept_beside_a_table, state=state, **options)
     assert_refused(model, "the model updates the state 'kept/mean'", 4)
-
-
-@pytest.mark.slow
-def test_a_model_of_an_operation_for_each_row_is_divided():
-    def stacked(w, x, _):
-        return jnp.stack([jnp.tanh(row) for row in x]) @ w
-
-    one, four = (loss_of(model_of(stacked, each), 4) for each in ("one", "shard_map"))
-    assert four == pytest.approx(one, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -714,7 +692,7 @@ def test_examples_whose_gradients_are_taken_alone_must_not_be_mixed():
         return (x - jax.lax.pmean(x.mean(0), "replica")) @ w
 
     hook = {"example_grads_hook": lambda grads: grads}
-    for model in (model_of(COMBINING["first row"], **hook), model_of(joint, "shard_map", **hook)):
+    for model in (model_of(parents, **hook), model_of(joint, "shard_map", **hook)):
         assert_refused(model, r"mixes examples .* whole batch. BatchNorm")
     expected = ((X @ W - Y) ** 2).mean()
     assert loss_of(model_of(linear, **hook)) == pytest.approx(expected, rel=1e-5)

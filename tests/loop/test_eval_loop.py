@@ -20,6 +20,8 @@ from flaxfit.strategies._eager import Eager
 
 X = np.arange(12, dtype=np.float32)[:, None]
 Y = 2 * X[:, 0]
+STATE = ff.InferenceState(np.int32(0), np.float32(1), {})
+MSE = np.mean((X[:, 0] - Y) ** 2)
 
 
 def apply(variables, x, **options):
@@ -41,17 +43,12 @@ def test_the_repr_of_an_eval_loop_shows_its_task_and_its_name():
     assert repr(loop) == f"EvalLoop({loop.task}, name='test')"
 
 
-@pytest.mark.slow
-def test_as_a_callback_it_adds_metrics_under_its_name():
-    loop = make_loop(callbacks=[make_eval(), make_eval((X[:5], Y[:5]), name="first")])
-    metrics = loop.next_step().metrics
-    assert metrics.keys() >= {"loss", "val_loss", "val_mae", "first_loss", "first_mae"}
-    assert metrics["first_mae"] < metrics["val_mae"]
-
-
-def test_it_composes_with_redex_and_measures_again_and_again():
-    process = combinator.serial(make_eval(), make_eval(name="test"))
-    values = [process(checkpoint).metrics["test_loss"] for checkpoint in make_loop()]
+def test_as_a_callback_it_adds_metrics_under_its_name_and_composes_with_redex():
+    process = combinator.serial(make_eval(), make_eval((X[:5], Y[:5]), name="first"))
+    found = [checkpoint.metrics for checkpoint in make_loop(callbacks=process)]
+    assert found[0].keys() >= {"loss", "val_loss", "val_mae", "first_loss", "first_mae"}
+    assert found[0]["first_mae"] < found[0]["val_mae"]
+    values = [metrics["val_loss"] for metrics in found]
     assert len(values) == 4 and values == sorted(values, reverse=True)
 
 
@@ -66,44 +63,34 @@ def test_it_takes_over_the_strategy_of_its_loop():
     assert own.strategy.n_devices == 1
 
 
-def test_n_steps_limits_it_to_so_many_batches():
-    batches = [(X[i : i + 4], Y[i : i + 4]) for i in (0, 4, 8)]
-    state = ff.InferenceState(np.int32(0), np.float32(1), {})
-    measured = make_eval(batches, n_steps=2).measure(state)
-    assert measured["loss"] == pytest.approx(np.mean((X[:8, 0] - Y[:8]) ** 2))
+def test_n_steps_limits_it_or_one_measurement_which_may_be_watched():
+    batches, seen = [(X[:5], Y[:5]), (X[5:], Y[5:])], []
+    limited, evaluate = make_eval(batches, n_steps=1), make_eval(batches)
+    cut = limited.measure(STATE)
+    assert cut == evaluate.measure(STATE, n_steps=1, watch=seen.append)
+    assert cut["loss"] == pytest.approx(np.mean((X[:5, 0] - Y[:5]) ** 2))
+    assert evaluate.measure(STATE, watch=seen.append)["loss"] == pytest.approx(MSE)
+    assert seen == [1, 1, 2]
     with pytest.raises(ValueError, match="n_steps must be 1 or more"):
         make_eval(n_steps=0)
 
 
-def test_one_measurement_may_be_limited_and_watched():
-    evaluate, state, seen = make_eval([(X[:5], Y[:5]), (X[5:], Y[5:])]), make_loop().state, []
-    cut = evaluate.measure(state, n_steps=1, watch=seen.append)
-    assert cut == make_eval((X[:5], Y[:5])).measure(state)
-    assert evaluate.measure(state, watch=seen.append) == make_eval().measure(state)
-    assert seen == [1, 1, 2]
-
-
 def test_an_endless_stream_is_measured_for_one_epoch():
-    state = ff.InferenceState(np.int32(0), np.float32(1), {})
-    stream = ff.ArrayStream(X, Y, batch_size=5, shuffle=True)
-    evaluate = make_eval(stream)
-    expected = np.mean((X[:, 0] - Y) ** 2)
-    assert evaluate.measure(state)["loss"] == pytest.approx(expected)
-    assert evaluate.measure(state)["loss"] == pytest.approx(expected)
+    evaluate = make_eval(ff.ArrayStream(X, Y, batch_size=5, shuffle=True))
+    for _ in range(2):
+        assert evaluate.measure(STATE)["loss"] == pytest.approx(MSE)
 
 
 def test_a_generator_cannot_be_measured_twice():
     evaluate = make_eval(batch for batch in [(X, Y)])
-    state = ff.InferenceState(np.int32(0), np.float32(1), {})
-    evaluate.measure(state)
+    evaluate.measure(STATE)
     with pytest.raises(ValueError, match="consumed before|iterated only once"):
-        evaluate.measure(state)
+        evaluate.measure(STATE)
 
 
 def test_weights_weigh_the_metrics():
     weights = np.linspace(0, 1, 12).astype(np.float32)
-    state = ff.InferenceState(np.int32(0), np.float32(1), {})
-    measured = make_eval((X, Y, weights)).measure(state)
+    measured = make_eval((X, Y, weights)).measure(STATE)
     assert measured["mae"] == pytest.approx(np.average(np.abs(X[:, 0] - Y), weights=weights))
 
 
@@ -125,7 +112,7 @@ def test_labels_are_checked_in_evaluation_too():
 
     task = ff.EvalTask(logits, [], (X, np.full(12, 3)), loss="crossentropy")
     with pytest.raises(ValueError, match="label 3 is out of range for 3 outputs"):
-        ff.EvalLoop(task).measure(ff.InferenceState(np.int32(0), np.float32(1), {}))
+        ff.EvalLoop(task).measure(STATE)
 
 
 STRATEGIES = {
@@ -138,7 +125,6 @@ STRATEGIES = {
 RNG = np.random.default_rng(0)
 SCORES = RNG.normal(size=(203, 1)).astype(np.float32)
 LABELS = (SCORES[:, 0] + RNG.normal(size=203) > 0).astype(np.int32)
-STATE = ff.InferenceState(np.int32(0), np.float32(1), {})
 
 
 def ranks(scores, labels):
@@ -249,7 +235,7 @@ def test_evaluate_predict_and_validation_of_a_model_draw_the_same_noise(strategy
     outputs = model.predict(X, batch_size=4)
     noise = outputs - X[:, 0]
     assert len(np.unique(noise.round(4))) == len(X)  # Of each batch and replica another one.
-    assert_same(outputs, model.predict(X, batch_size=4))
+    np.testing.assert_array_equal(outputs, model.predict(X, batch_size=4))
     loss = model.evaluate(X, Y, batch_size=4)["loss"]
     assert [loss] == validation == [pytest.approx(np.mean((outputs - Y) ** 2), rel=1e-5)]
     model.fit(X, Y, batch_size=4, verbose=0)
@@ -260,7 +246,8 @@ def test_evaluate_predict_and_validation_of_a_model_draw_the_same_noise(strategy
 def test_virtual_replicas_draw_the_same_noise_on_any_number_of_devices():
     strategies = [ff.DataParallel(jax.devices()[:n], virtual_replicas=4) for n in (1, 4)]
     one, four = (fit_noisy(each, eval_rngs="noise")[0] for each in strategies)
-    assert_same(one.predict(X[:10], batch_size=4), four.predict(X[:10], batch_size=4))
+    outputs = (each.predict(X[:10], batch_size=4) for each in (one, four))
+    np.testing.assert_array_equal(*outputs)
 
 
 @pytest.mark.slow
@@ -278,10 +265,6 @@ def test_evaluation_without_a_stream_says_where_to_name_it():
 def test_what_is_not_a_task_is_refused():
     with pytest.raises(TypeError, match=r"EvalLoop needs a task, .*, got Dense\."):
         ff.EvalLoop(nn.Dense(1))  # pyright: ignore[reportArgumentType]
-
-
-def assert_same(a, b):
-    np.testing.assert_array_equal(a, b)
 
 
 KERNEL = np.array([0.3, 0.1, -0.4], np.float32)

@@ -50,23 +50,21 @@ def test_a_filter_turns_it_off_or_into_an_error(beside_a_gpu):
         warn_of_idle_gpu()
 
 
-def test_it_is_silent_where_the_user_has_chosen_the_cpu(beside_a_gpu):
-    jax.config.update("jax_platforms", "cpu")  # As JAX does where JAX_PLATFORMS says so.
-    assert times_warned() == 0
-
-
-@pytest.mark.parametrize("hidden", ["", "-1"])
-def test_it_is_silent_where_the_gpu_was_hidden(beside_a_gpu, monkeypatch, hidden):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    assert times_warned() == 0
-
-
-def test_it_is_silent_where_jax_has_found_the_gpu_or_there_is_none(beside_a_gpu, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert times_warned() == 0
-    warn_of_idle_gpu.cache_clear()
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    monkeypatch.setattr(_idle_gpu, "sees_gpu", lambda: False)
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda patch: jax.config.update("jax_platforms", "cpu"),  # As JAX_PLATFORMS does.
+        lambda patch: patch.setenv("CUDA_VISIBLE_DEVICES", ""),
+        lambda patch: patch.setenv("CUDA_VISIBLE_DEVICES", "-1"),
+        lambda patch: patch.setattr(jax, "default_backend", lambda: "gpu"),
+        lambda patch: patch.setattr(_idle_gpu, "sees_gpu", lambda: False),
+    ],
+    ids=["CPU chosen", "none visible", "-1 visible", "in use", "none there"],
+)
+def test_it_is_silent_where_the_gpu_is_in_use_not_there_or_not_wanted(
+    beside_a_gpu, monkeypatch, choose
+):
+    choose(monkeypatch)
     assert times_warned() == 0
 
 

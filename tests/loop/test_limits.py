@@ -88,8 +88,6 @@ class Wide(nn.Module):
     [(1, True, 24), thorough(1, False, 24), thorough(2, True, 2), (2, False, 2)],
 )
 def test_no_more_dispatches_wait_than_that(n_devices, resident, most):
-    if len(jax.devices()) < n_devices:
-        pytest.skip("needs more devices")
     totals, in_flight = [], []
 
     def watch(loop, step):
@@ -130,23 +128,36 @@ def test_a_step_needs_the_memory_of_a_hand_written_one():
     assert n_bytes(state) < loop.step_memory(32) <= 1.05 * memory_of(program)
 
 
+def wide_data():
+    x = np.ones((64, 64), np.float32)
+    return ff.ArrayStream(x, x[:, :1], batch_size=32, resident=False)
+
+
+def memory_of_arrays():
+    """A function that tells how many bytes the arrays take that are made from now on."""
+    gc.collect()
+    others = jax.live_arrays()
+    before = {id(x) for x in others}
+
+    def n_bytes_more():
+        assert others  # No id is given to another array.
+        return sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
+
+    return n_bytes_more
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("holds", "snapshot", "n_states"), [(0, "device", 1), (1, "device", 2), (1, "host", 1)]
 )
 def test_training_holds_one_state_and_another_where_a_checkpoint_is_held(holds, snapshot, n_states):
-    gc.collect()
-    others = jax.live_arrays()
-    before = {id(x) for x in others}
-    kept = []
+    kept, n_bytes_more = [], memory_of_arrays()
 
     def watch(loop, step):
         if step > 2:
-            kept.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in before))
+            kept.append(n_bytes_more())
 
-    x = np.ones((64, 64), np.float32)
-    data = ff.ArrayStream(x, x[:, :1], batch_size=32, resident=False)
-    module = Wide(768)  # Small states are copied on the host.
+    module, data = Wide(768), wide_data()  # Small states are copied on the host.
     options = {"devices": ONE, "snapshot": snapshot}
     loop = watched(watch, module.apply, module.init, data, optax.adam(0.1), 2, **options)
     size = n_bytes(loop.state.params) * 3  # Two moments besides.
@@ -159,9 +170,7 @@ def test_training_holds_one_state_and_another_where_a_checkpoint_is_held(holds, 
 
 @pytest.mark.slow
 def test_fit_lets_go_of_the_copy_that_a_callback_was_given():
-    gc.collect()
-    others = jax.live_arrays()
-    before, kept = {id(x) for x in others}, []
+    kept, n_bytes_more = [], memory_of_arrays()
 
     class Watch:
         def attach(self, loop):
@@ -169,15 +178,12 @@ def test_fit_lets_go_of_the_copy_that_a_callback_was_given():
 
         def watch(self, step):
             if step > 2:  # Behind the first epoch, whose checkpoint it was given.
-                kept.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in before))
+                kept.append(n_bytes_more())
 
         def __call__(self, checkpoint):
             assert not checkpoint.is_borrowed
 
-    x = np.ones((64, 64), np.float32)
-    data = ff.ArrayStream(x, x[:, :1], batch_size=32, resident=False)
-    strategy = ff.DataParallel(ONE)
-    model = ff.Model(Wide(768), optax.adam(0.1), "mse", strategy=strategy)
-    model.fit(data, epochs=3, verbose=0, callbacks=[Watch()])
+    model = ff.Model(Wide(768), optax.adam(0.1), "mse", strategy=ff.DataParallel(ONE))
+    model.fit(wide_data(), epochs=3, verbose=0, callbacks=[Watch()])
     size = n_bytes(model.state.params) * 3
     assert len(kept) == 4 and max(kept) <= 1.05 * size

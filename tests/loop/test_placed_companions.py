@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from internals import companions_of, n_programs_of, programs_of
+from loops import given
 from marks import thorough
 
 import flaxfit as ff
@@ -38,8 +39,17 @@ def task_of(factor=1.0, x=X, **options):
 
 
 def loop_of(task, init=None, **options):
-    init = init or (lambda rngs, *x: variables(0.0))
+    init = init or given(lambda rngs, *x: variables(0.0))
     return ff.TrainLoop(init, task, 0, stdout=False, **(options or ONE))
+
+
+def model_of(teacher):
+    """A model of zeros."""
+    init = given(lambda rngs, *x: variables(0.0))
+    options = {"companions": {"teacher": teacher}, "save_companions": True}
+    strategy = ff.DataParallel(DEVICES[:1])
+    model = init, MODULE.apply
+    return ff.Model(model, optax.sgd(0.0), objective=imitate, strategy=strategy, **options)
 
 
 def loss_of(factor, x=X[:8]):
@@ -77,43 +87,30 @@ def test_what_is_written_into_a_module_takes_effect_at_the_next_checkpoint():
 
 
 def test_a_module_is_read_again_only_where_it_was_written_to(tmp_path):
-    def model_of(seed):
-        teacher = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(seed))
-        return ff.Model(
-            (lambda rngs, *x: variables(0.0), MODULE.apply),
-            optax.sgd(0.0),
-            objective=imitate,
-            companions={"teacher": teacher},
-            save_companions=True,
-        ), teacher
-
-    first, _ = model_of(1)
+    teachers = [nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(seed)) for seed in (1, 2)]
+    first, second = map(model_of, teachers)
     first.fit(X, (), verbose=0)
     first.save(tmp_path)
-    second, teacher = model_of(2)
     second.load(tmp_path)
     assert second.evaluate(X, ()) == first.evaluate(X, ())
     second.fit(X, (), verbose=0)
     assert second.evaluate(X, ()) == first.evaluate(X, ())
-    teacher.kernel.set_value(variables(2.0)["params"]["kernel"])
+    teachers[1].kernel.set_value(variables(2.0)["params"]["kernel"])
     assert second.evaluate(X, ())["loss"] == loss_of(2.0, X)
 
 
 def test_they_are_placed_once_and_outlive_what_their_owner_writes():
-    given = variables(1.0)
-    loop = loop_of(task_of(companions={"teacher": (MODULE, given)}))
-    given["params"]["kernel"][:] = 5
+    own = variables(1.0)
+    loop = loop_of(task_of(companions={"teacher": (MODULE, own)}))
+    own["params"]["kernel"][:] = 5
     assert loop.next_step().loss == loss_of(1.0)
-    ((placed,),) = [leaves[1:] for leaves in companions_of(loop).arguments]
+    placed = companions_of(loop).arguments[0][1]
     loop.next_step()
     assert companions_of(loop).arguments[0][1] is placed
-
-
-def test_arrays_of_a_single_device_are_not_copied():
-    given = jax.device_put(variables(1.0), DEVICES[0])
-    loop = loop_of(task_of(companions={"teacher": (MODULE, given)}))
-    kernel = companions_of(loop).arguments[0][1]
-    assert kernel.unsafe_buffer_pointer() == given["params"]["kernel"].unsafe_buffer_pointer()
+    kernel = jax.device_put(variables(1.0), DEVICES[0])["params"]["kernel"]
+    teacher = (MODULE, {"params": {"kernel": kernel}})
+    placed = companions_of(loop_of(task_of(companions={"teacher": teacher}))).arguments[0][1]
+    assert placed.unsafe_buffer_pointer() == kernel.unsafe_buffer_pointer()  # No copy.
 
 
 def test_fsdp_divides_them_like_parameters():
@@ -207,17 +204,6 @@ def test_a_task_without_companions_resumes_from_a_file_that_holds_some(saved):
     assert loop_of(task, saved).step == 1
 
 
-def model_of(teacher):
-    return ff.Model(
-        MODULE,
-        optax.sgd(0.0),
-        objective=imitate,
-        companions={"teacher": teacher},
-        save_companions=True,
-        strategy=ff.DataParallel(DEVICES[:1]),
-    )
-
-
 @pytest.mark.slow
 def test_a_model_loads_those_that_it_has_saved(tmp_path):
     model, other = model_of((MODULE, variables(1.0))), model_of((MODULE, variables(2.0)))
@@ -259,8 +245,8 @@ def test_the_cost_of_a_step_counts_the_call_of_a_companion():
 
 
 def test_an_eval_loop_shares_those_of_the_loop_that_it_is_a_callback_of(saved):
-    given = {"teacher": (MODULE, variables(2.0))}
-    task = task_of(companions=given)
-    measured = ff.EvalTask(MODULE, (), (X, ()), objective=imitate, companions=given)
+    own = {"teacher": (MODULE, variables(2.0))}
+    task = task_of(companions=own)
+    measured = ff.EvalTask(MODULE, (), (X, ()), objective=imitate, companions=own)
     loop = loop_of(task, saved, callbacks=[ff.EvalLoop(measured)], **ONE)
     assert loop.next_step().metrics["val_loss"] == loss_of(1.0, X)

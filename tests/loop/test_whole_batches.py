@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import assert_agree
-from loops import assert_equal, given, small_waves
+from loops import assert_close, assert_equal, given, small_waves
 from marks import diagonal, slow, thorough
 
 import flaxfit as ff
@@ -71,46 +71,43 @@ def outputs_of(state, graph):
     return np.asarray(apply(state.variables, graph))
 
 
-def by_hand(state, n_steps):
+def mean_squared(outputs, targets):
+    return jnp.mean((outputs - targets) ** 2)
+
+
+def by_hand(state, data, loss=mean_squared, optimizer=OPTIMIZER):
     """The losses and the parameters of the same training, in a loop of its own."""
 
     @jax.jit
     def step(params, opt_state, graph, targets):
         def loss_of(params):
-            return jnp.mean((GraphNet().apply({"params": params}, graph) - targets) ** 2)
+            return loss(GraphNet().apply({"params": params}, graph), targets)
 
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        value, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
 
     params, losses = state.params, []
-    opt_state = OPTIMIZER.init(params)
-    for batch in BATCHES[:n_steps]:
-        params, opt_state, loss = step(params, opt_state, *batch)
-        losses.append(float(loss))
-    return losses, params
+    opt_state = optimizer.init(params)
+    for batch in data:
+        params, opt_state, value = step(params, opt_state, *batch)
+        losses.append(float(value))
+    return losses, jax.device_get(params)
 
 
-def assert_close(params, others):
-    for a, b in zip(*map(jax.tree.leaves, jax.device_get((params, others))), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-DEVICES = {
-    "one device": {},
-    "sharded": {"strategy": lambda: ff.Sharded.fsdp(devices=jax.devices()[:4]), "devices": None},
-}
-
-
-@pytest.mark.parametrize("case", [slow("one device"), thorough("sharded")])
-def test_graphs_train_as_in_a_loop_by_hand(case):
-    options = dict(DEVICES[case])
-    if "strategy" in options:
-        options["strategy"] = options["strategy"]()
+@pytest.mark.parametrize(
+    "options",
+    [
+        slow({}),
+        thorough({"strategy": ff.Sharded.fsdp(devices=jax.devices()[:4]), "devices": None}),
+    ],
+    ids=["one device", "sharded"],
+)
+def test_graphs_train_as_in_a_loop_by_hand(options):
     loop = make_loop(**options)
-    losses, params = by_hand(loop.state, 4)
+    losses, params = by_hand(loop.state, BATCHES)
     assert [checkpoint.loss for checkpoint in loop] == pytest.approx(losses, rel=1e-5)
-    assert_close(loop.state.params, params)
+    assert_close(jax.device_get(loop.state.params), params, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -157,8 +154,7 @@ def test_graphs_are_measured():
     state = make_loop().state
     task = ff.EvalTask(GraphNet(), ["mae"], BATCHES, loss="mse", pad=False)
     found = ff.EvalLoop(task, strategy=ff.Sharded()).measure(state)
-    errors = [outputs_of(state, graph) - targets for graph, targets in BATCHES]
-    errors = np.concatenate(errors)
+    errors = np.concatenate([outputs_of(state, graph) - targets for graph, targets in BATCHES])
     assert found["loss"] == pytest.approx(np.mean(errors**2), rel=1e-5)
     assert found["mae"] == pytest.approx(np.mean(np.abs(errors)), rel=1e-5)
 
@@ -306,25 +302,14 @@ def test_molecules_with_missing_labels_train_as_in_a_loop_by_hand():
         each[RNG.random(each.shape) < 0.4] = np.nan
     data = [(graph, each) for (graph, _), each in zip(BATCHES, labels, strict=True)][:2]
     options = {"pad": False, "check_finite": False, "clip_norm": 0.5}
-    task = ff.TrainTask(GraphNet(), OPTIMIZER, masked_loss, data, **options)
-    loop = make_loop(task, n_steps=2)
+    loop = make_loop(ff.TrainTask(GraphNet(), OPTIMIZER, masked_loss, data, **options), n_steps=2)
+
+    def mean_of_those_there(outputs, labels):
+        values, is_there = masked_loss(outputs, labels)
+        return jnp.sum(jnp.where(is_there, values, 0)) / jnp.sum(is_there)
+
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), OPTIMIZER)
-
-    @jax.jit
-    def step(params, opt_state, graph, labels):
-        def loss_of(params):
-            values, is_there = masked_loss(GraphNet().apply({"params": params}, graph), labels)
-            return jnp.sum(jnp.where(is_there, values, 0)) / jnp.sum(is_there)
-
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    params, losses = loop.state.params, []
-    opt_state = optimizer.init(params)
-    for batch in data:
-        params, opt_state, loss = step(params, opt_state, *batch)
-        losses.append(float(loss))
+    losses, params = by_hand(loop.state, data, mean_of_those_there, optimizer)
     assert [checkpoint.loss for checkpoint in loop] == pytest.approx(losses, rel=1e-6)
     assert_agree(loop.state.params, params)
 
