@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax.sharding import SingleDeviceSharding
 from loops import assert_equal, init_of
 from marks import thorough, usual
+from strategies import strategies
 
 import flaxfit as ff
 from flaxfit.callbacks import every
@@ -19,13 +20,7 @@ from flaxfit.checkpoints import CheckpointFileWriter, restore
 rng = np.random.default_rng(0)
 X = rng.normal(size=(32, 8)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
-STRATEGIES = {
-    "one device": lambda: ff.DataParallel(jax.devices()[:1]),
-    "data parallel": ff.DataParallel,
-    "fsdp": ff.Sharded.fsdp,
-}
-
-
+STRATEGIES = strategies(4)
 MODEL = nn.Sequential((nn.Dense(8), nn.relu, nn.Dropout(0.5, deterministic=False), nn.Dense(1)))
 
 
@@ -46,7 +41,7 @@ def plain(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", usual("data parallel", of=STRATEGIES))
+@pytest.mark.parametrize("strategy", usual("data-parallel", of=STRATEGIES))
 def test_they_hold_the_numbers_that_those_on_the_devices_hold(strategy):
     on_host = list(loop_with(STRATEGIES[strategy](), snapshot="host", keep_grads=True))
     on_device = list(loop_with(STRATEGIES[strategy](), keep_grads=True))

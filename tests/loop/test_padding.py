@@ -7,7 +7,8 @@ import optax
 import pytest
 from flax import linen as nn
 from loops import given
-from marks import slow, thorough
+from marks import slow, thorough, usual
+from strategies import strategies
 
 import flaxfit as ff
 from flaxfit import DataParallel
@@ -66,16 +67,7 @@ def test_batches_of_other_structures_are_refused_unless_each_has_a_program_of_it
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        DataParallel(jax.devices()[:1]),
-        DataParallel(jax.devices()[:4]),
-        DataParallel(jax.devices()[:2], virtual_replicas=4),
-        ff.Sharded.fsdp(devices=jax.devices()[:4]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("strategy", usual("data-parallel", "FSDP", of=strategies(4)))
 def test_a_penalty_of_the_model_sees_no_padded_rows(strategy):
     """The mean over all rows of the means of both batches, of 8 and 7 rows."""
 
@@ -87,7 +79,7 @@ def test_a_penalty_of_the_model_sees_no_padded_rows(strategy):
             return z
 
     x = np.random.default_rng(0).normal(size=(15, 3)).astype("f4")
-    model = ff.Model(Sowing(), optax.sgd(0.0), "mse", strategy=strategy)
+    model = ff.Model(Sowing(), optax.sgd(0.0), "mse", strategy=strategies(4)[strategy]())
     fit = model.fit(x, np.zeros((15, 1), "f4"), batch_size=8, shuffle=False, verbose=0)
     squares = x.sum(1) ** 2
     assert fit["loss"][0] == pytest.approx(squares.mean(), rel=1e-5)
