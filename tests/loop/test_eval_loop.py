@@ -11,7 +11,7 @@ import scipy.stats
 import sklearn.metrics
 from flax import linen as nn
 from loops import some_devices
-from marks import diagonal, slow, thorough
+from marks import diagonal, thorough
 from redex import combinator
 
 import flaxfit as ff
@@ -315,10 +315,11 @@ def sums_by_row(name, is_weighted):
     return task, sums
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("is_weighted", [thorough(False), True], ids=["equal", "weighted"])
 @pytest.mark.parametrize("n_devices", some_devices(1, 3))
-@pytest.mark.parametrize("name", ["numbers", slow("two classes"), slow("classes")])
+@pytest.mark.parametrize("name", ["numbers", "two classes", "classes"])
 def test_any_number_of_examples_has_the_metrics_of_all_of_them(name, n_devices, is_weighted):
     task, sums = sums_by_row(name, is_weighted)
     evaluate = ff.EvalLoop(task, strategy=ff.DataParallel(jax.devices()[:n_devices]))
@@ -326,9 +327,7 @@ def test_any_number_of_examples_has_the_metrics_of_all_of_them(name, n_devices, 
     targets = OF_ROWS[name][1]
     for n in range(1, 26):
         w = ROW_WEIGHTS[:n] if is_weighted else None
-        # What is resident has a program for each size; the other way has one for all.
-        options = {"batch_size": 8, "resident": n % 5 == 0}
-        found = evaluate.measure(state, ff.ArrayStream(ROWS[:n], targets[:n], w, **options))
+        found = evaluate.measure(state, ff.ArrayStream(ROWS[:n], targets[:n], w, batch_size=8))
         for key, rows in sums.items():
             whole = task.metrics[key].compute(jax.tree.map(lambda s, n=n: s[:n].sum(0), rows))
             # r2 is 1 minus a quotient of sums; the quotient is what rounding must not touch.
