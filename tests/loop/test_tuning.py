@@ -46,6 +46,7 @@ def fit(*models, **options):
     return [model.fit(X, Y, **options) for model in models][-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [thorough(1), 2])
 def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
     loop = loop_of(adam(), n_devices)
