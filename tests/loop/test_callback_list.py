@@ -108,8 +108,11 @@ def test_callbacks_that_take_a_checkpoint_are_taken():
 def test_a_bool_that_is_returned_is_refused_with_what_ends_training():
     with pytest.raises(TypeError, match=r"<lambda> returned bool; .* checkpoint\.replace\(stop="):
         next(make_weight_loop(lambda checkpoint: checkpoint.loss < 1))
+    loop = make_weight_loop(every(1, lambda checkpoint: 1.0))
     with pytest.raises(TypeError, match=r"<lambda> returned float; .*with_metrics"):
-        next(make_weight_loop(every(1, lambda checkpoint: 1.0)))
+        next(loop)
+    loop.callbacks = None
+    assert next(loop).step == 1  # The checkpoint is not lost.
 
 
 def test_another_training_state_that_is_returned_is_refused():

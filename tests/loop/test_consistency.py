@@ -48,6 +48,21 @@ def test_a_process_alone_says_nothing_and_stops_by_itself(said):
     assert consistency.stop(True) and not consistency.stop(False)
 
 
+def test_each_kind_of_thing_is_said_with_its_step(said):
+    say_everything(of_processes(2))
+    state, data, program, checkpoint, end = said
+    assert state == "the state of step 3"
+    assert data.startswith("data at ")
+    assert program == "step 3 as the first with inputs/0 float32[8, 2], targets/0 int32[8]"
+    assert checkpoint.startswith("a checkpoint at step 4, by programs of the sum ")
+    assert end == "the end of the training data after 9"
+
+
+def test_weights_of_the_user_belong_to_a_program(said):
+    of_processes(2).program(0, BATCH, is_weighted=True)
+    assert said[0].endswith("weights float32[8]")
+
+
 def test_one_process_that_has_ended_ends_all(said):
     assert of_processes(2).stop(False)
 

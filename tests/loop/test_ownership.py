@@ -48,7 +48,7 @@ def test_they_hold_the_numbers_that_those_on_the_devices_hold(strategy):
     for host, device in zip(on_host, on_device, strict=True):
         leaves = jax.tree.leaves((host.state.replace(key=()), host.grads))
         assert {type(leaf) for leaf in leaves} == {np.ndarray}
-        assert_equal(host.state.replace(key=jax.random.wrap_key_data(host.state.key)), device.state)
+        assert_equal(host.state, device.state)
         assert_equal(host.grads, device.grads)
 
 
@@ -152,6 +152,18 @@ def test_checkpoints_stay_those_of_their_steps(devices):
         assert_equal(again, state)
         leaves = jax.tree.leaves(checkpoint.state.params)
         assert {leaf.sharding for leaf in leaves} == {SingleDeviceSharding(jax.devices()[0])}
+
+
+def test_a_state_is_whole_wherever_it_is_looked_at_first():
+    options = {"devices": jax.devices()[:1], "keep_grads": True}
+    expected, found = (list(make_weight_loop(**options)) for _ in range(2))
+    jax.jit(lambda x: x + found[0].state.params[0] + found[0].grads[0])(1.0)
+    with jax.set_mesh(jax.make_mesh((2,), ("model",))):
+        jax.tree.leaves((found[1].state, found[1].grads))
+    with jax.transfer_guard("disallow"):
+        jax.tree.leaves((found[2].state, found[2].grads))
+    for one, other in zip(found, expected, strict=True):
+        assert_equal((one.state, one.grads), (other.state, other.grads))
 
 
 @pytest.mark.slow

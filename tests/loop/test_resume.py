@@ -17,6 +17,7 @@ from loops import given
 from marks import slow
 
 import flaxfit as ff
+from flaxfit.callbacks import EarlyStopping
 
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(32, 2)
 Y = X.sum(1, keepdims=True)
@@ -94,6 +95,26 @@ def test_an_interrupted_epoch_of_fit_is_not_counted_in_the_next():
     assert [c.n_completed_steps for c in seen] == [8, 8]
 
 
+@pytest.mark.parametrize("drive", ["iterate", "run", "data"])
+def test_the_best_weights_are_put_back_however_the_loop_is_driven(drive):
+    losses = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+    weights = {}
+
+    def measure(checkpoint):
+        weights[checkpoint.step] = np.asarray(checkpoint.state.params)
+        return checkpoint.with_metrics({"val_loss": next(losses)})
+
+    data = ff.ArrayStream(X[:16], Y[:16], batch_size=4, epochs=1) if drive == "data" else None
+    loop = make_loop(
+        data,
+        callbacks=[measure, EarlyStopping(patience=9 if drive == "data" else 2)],
+        n_steps_per_checkpoint=1,
+    )
+    list(loop if drive == "iterate" else loop.run(20))
+    assert loop.step == 4
+    np.testing.assert_array_equal(loop.state.params, weights[2])
+
+
 class Flaky:
     """A stream that raises once, at one of its batches."""
 
@@ -159,8 +180,13 @@ def test_what_is_no_callback_is_refused_at_once(callbacks):
     "option", ["n_steps", "n_steps_per_checkpoint", "first_checkpoint", "steps_per_call"]
 )
 def test_numbers_of_steps_are_whole_and_not_negative(option):
-    refused = {2.5: "must be an integer", "3": "must be an integer", -1: "must be"}
-    if option != "n_steps":
+    least = 0 if option == "n_steps" else 1
+    refused = {
+        2.5: "must be an integer",
+        "3": "must be an integer",
+        -1: f"must be {least} or more, got -1",
+    }
+    if least:
         refused[0] = "must be 1 or more, got 0"
     for value, message in refused.items():
         error = ValueError if isinstance(value, int) else TypeError

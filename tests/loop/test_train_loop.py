@@ -32,6 +32,7 @@ one_weight = functools.partial(make_weight_loop, devices=jax.devices()[:1])
         (1, 5, 10, [1, 6, 10]),
         (4, 4, 11, [4, 8, 11]),
         (1, 5, 6, [1, 6]),  # A last step on the grid is yielded once.
+        (2, 5, 12, [2, 7, 12]),
         (9, 5, 8, [8]),
     ],
 )

@@ -269,6 +269,25 @@ def test_adam_steps_as_far_with_a_parameter_that_is_unfrozen_later(loop, options
 
 
 @pytest.mark.slow
+def test_a_restored_run_corrects_as_the_one_that_was_saved(tmp_path):
+    loop = steady_loop()
+    list(loop.run(40))
+    loop.freeze = ()
+    loop.next_step()
+    checkpoint = loop.next_step()
+    with ff.checkpoints.CheckpointFileWriter(tmp_path) as writer:
+        writer(checkpoint)
+    list(loop.run(3))
+    reader = ff.checkpoints.CheckpointFileReader(tmp_path, zeros)
+    resumed = steady_loop(init=reader, freeze=())
+    list(resumed.run(3))
+    assert_equal(resumed.state.params, loop.state.params)
+    resumed.restore(checkpoint)
+    list(resumed.run(3))
+    assert_equal(resumed.state.params, loop.state.params)
+
+
+@pytest.mark.slow
 def test_a_state_from_before_the_unfreezing_is_corrected_as_a_whole():
     loop = steady_loop()
     start = loop.state
