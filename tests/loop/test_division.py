@@ -639,6 +639,7 @@ def test_state_and_penalty_are_compared_by_part_where_no_halves_are_accepted(opt
     assert_refused(model, "the model updates the state 'kept/mean'", 4)
 
 
+@pytest.mark.slow
 def test_a_model_of_an_operation_for_each_row_is_divided():
     def stacked(w, x, _):
         return jnp.stack([jnp.tanh(row) for row in x]) @ w

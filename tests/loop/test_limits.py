@@ -136,14 +136,8 @@ def wide_data():
 def memory_of_arrays():
     """A function that tells how many bytes the arrays take that are made from now on."""
     gc.collect()
-    others = jax.live_arrays()
-    before = {id(x) for x in others}
-
-    def n_bytes_more():
-        assert others  # No id is given to another array.
-        return sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
-
-    return n_bytes_more
+    others = {id(x): x for x in jax.live_arrays()}  # Held, so that no other array gets their ids.
+    return lambda: sum(x.nbytes for x in jax.live_arrays() if id(x) not in others)
 
 
 @pytest.mark.slow
