@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
+from loops import given
 from marks import slow, thorough
 
 import flaxfit as ff
@@ -18,6 +19,12 @@ from flaxfit.tree._functions import is_by_row
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
 COLUMN, ROW = X, X[:, 0]
+LOGITS = jax.ShapeDtypeStruct((8, 3), "float32")
+LABELS = np.array([0, 2, 1, 1, 0, 2, 2, 1], np.int32)
+
+
+def check(loss, outputs, targets):
+    check_by_row("The loss", loss, (outputs,), (targets,))
 
 
 @pytest.mark.parametrize(
@@ -31,57 +38,39 @@ COLUMN, ROW = X, X[:, 0]
 )
 def test_a_loss_that_broadcasts_is_found_out(loss):
     with pytest.raises(ValueError, match=r"The loss broadcasts.*\(8, 1\).*\(8,\).*\[:, None\]"):
-        check_by_row("The loss", loss, (COLUMN,), (ROW,))
-    check_by_row("The loss", loss, (COLUMN,), (COLUMN,))
-
-
-LOGITS, LABELS = (
-    jax.ShapeDtypeStruct((8, 3), "float32"),
-    np.array([0, 2, 1, 1, 0, 2, 2, 1], np.int32),
-)
-
-
-@pytest.mark.parametrize("reduce", [lambda v: v, jnp.mean])
-def test_a_loss_that_picks_by_the_number_of_the_row_compares_row_by_row(reduce):
-    def nll(o, t):
-        return -reduce(jax.nn.log_softmax(o)[jnp.arange(len(t)), t])
-
-    def other_rows(o, t):
-        return o[t, 0] + t
-
-    check_by_row("The loss", nll, (LOGITS,), (LABELS,))
-    with pytest.raises(ValueError, match="The loss broadcasts"):
-        check_by_row("The loss", lambda o, t: reduce(other_rows(o, t)), (LOGITS,), (LABELS,))
-
-
-def by_scatter(logits, labels):
-    hot = jnp.zeros_like(logits).at[jnp.arange(len(labels)), labels].set(1)
-    return -(hot * jax.nn.log_softmax(logits)).sum(-1)
-
-
-@pytest.mark.parametrize("reduce", [lambda v: v, jnp.mean])
-def test_one_that_sets_by_the_number_of_the_row_does_so_too(reduce):
-    def loss(rows):
-        def by_rows(o, t):
-            hot = jnp.zeros_like(o).at[rows(o, t), t].set(1)
-            return -reduce((hot * jax.nn.log_softmax(o)).sum(-1))
-
-        return by_rows
-
-    for rows in (lambda o, t: jnp.arange(len(t)), lambda o, t: jnp.arange(len(o))):
-        check_by_row("The loss", loss(rows), (LOGITS,), (LABELS,))
-    wrong = {
-        "others": loss(lambda o, t: t),
-        "backwards": loss(lambda o, t: jnp.arange(len(t))[::-1]),
-        "beside": lambda o, t: reduce(by_scatter(o, t)) + ((o[:, :1] - t) ** 2).mean(),
-    }
-    for each in wrong.values():
-        with pytest.raises(ValueError, match="The loss broadcasts"):
-            check_by_row("The loss", each, (LOGITS,), (LABELS,))
+        check(loss, COLUMN, ROW)
+    check(loss, COLUMN, COLUMN)
 
 
 def by_index(o, t):
     return -jax.nn.log_softmax(o)[jnp.arange(len(t)), t]
+
+
+def by_scatter(o, t, rows=lambda o, t: jnp.arange(len(t))):
+    hot = jnp.zeros_like(o).at[rows(o, t), t].set(1)
+    return -(hot * jax.nn.log_softmax(o)).sum(-1)
+
+
+BY_NUMBER = {
+    "picked": by_index,
+    "set": by_scatter,
+    "set by the outputs": functools.partial(by_scatter, rows=lambda o, t: jnp.arange(len(o))),
+}
+BY_OTHERS = {
+    "picked": lambda o, t: o[t, 0] + t,
+    "others": functools.partial(by_scatter, rows=lambda o, t: t),
+    "backwards": functools.partial(by_scatter, rows=lambda o, t: jnp.arange(len(t))[::-1]),
+    "beside": lambda o, t: by_scatter(o, t) + ((o[:, :1] - t) ** 2).mean(),
+}
+
+
+@pytest.mark.parametrize("reduce", [lambda v: v, jnp.mean])
+def test_a_loss_that_indexes_by_the_number_of_the_row_compares_row_by_row(reduce):
+    for loss in BY_NUMBER.values():
+        check(lambda o, t, loss=loss: reduce(loss(o, t)), LOGITS, LABELS)
+    for loss in BY_OTHERS.values():
+        with pytest.raises(ValueError, match="The loss broadcasts"):
+            check(lambda o, t, loss=loss: reduce(loss(o, t)), LOGITS, LABELS)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +90,9 @@ def test_a_usual_cross_entropy_by_index_trains_as_that_by_name(nll, n_devices):
 
 
 def test_what_looks_at_one_side_only_is_not_meant():
-    check_by_row("The metric", lambda o, t: jnp.abs(o - o.mean(0)).sum(-1), (COLUMN,), (ROW,))
-    check_by_row("The loss", lambda o, t: o.mean(-1), (COLUMN,), (ROW,))
-    check_by_row("The loss", lambda o, t: t, (COLUMN,), (ROW,))
+    check(lambda o, t: jnp.abs(o - o.mean(0)).sum(-1), COLUMN, ROW)
+    check(lambda o, t: o.mean(-1), COLUMN, ROW)
+    check(lambda o, t: t, COLUMN, ROW)
     check_by_row("The loss", lambda o: o.mean(-1), (COLUMN,), ())
 
 
@@ -134,30 +123,34 @@ SHAPES = {
 )
 def test_what_is_marked_as_by_row_is_so(function, shapes):
     outputs, targets, dtype = shapes
-    arrays = np.ones(outputs, np.float32), np.ones(targets, dtype)
     assert is_by_row(function)
-    check_by_row("The loss", function, (arrays[0],), (arrays[1],))
+    check(function, np.ones(outputs, np.float32), np.ones(targets, dtype))
 
 
-def apply(variables, x, **options):
-    outputs = x * variables["params"]
-    return (outputs, {}) if "mutable" in options else outputs
+def apply(variables, x, **_):
+    return x * variables["params"]
 
 
 def train(loss="mse", metrics=(), targets=X[:, 0], strategy=None, **options):
     task = ff.TrainTask(apply, optax.sgd(0.1), loss, (X, targets), metrics, **options)
-
-    def init(rngs, x):
-        return {"params": np.ones(1, np.float32)}
-
+    init = given(lambda rngs, x: {"params": np.ones(1, np.float32)})
     return next(ff.TrainLoop(init, task, 0, strategy=strategy, stdout=False))
 
 
-def test_training_refuses_it_at_the_first_batch():
+def measure(metrics, targets=X[:, 0], strategy=None, **options):
+    task = ff.EvalTask(apply, metrics, (X, targets), **options)
+    state = ff.InferenceState(np.int32(0), np.ones(1, np.float32), {})
+    return ff.EvalLoop(task, strategy=strategy).measure(state)
+
+
+def test_training_and_evaluation_refuse_it_at_the_first_batch():
     with pytest.raises(ValueError, match="The loss broadcasts"):
         train(lambda o, t: ((o - t) ** 2).mean(-1))
+    metrics = {"error": lambda o, t: (o - t) ** 2}
     with pytest.raises(ValueError, match="The metric 'error' broadcasts"):
-        train(lambda o, t: (o[:, 0] - t) ** 2, {"error": lambda o, t: (o - t) ** 2})
+        train(lambda o, t: (o[:, 0] - t) ** 2, metrics)
+    with pytest.raises(ValueError, match="The metric 'error' broadcasts"):
+        measure(metrics)
 
 
 def test_a_loss_that_is_to_look_across_the_batch_says_so():
@@ -167,12 +160,6 @@ def test_a_loss_that_is_to_look_across_the_batch_says_so():
     with pytest.raises(ValueError, match="across=.batch"):
         train(matching)
     assert train(matching, across="batch").loss == pytest.approx(0)
-
-
-def test_evaluation_refuses_it_too():
-    task = ff.EvalTask(apply, {"error": lambda o, t: (o - t) ** 2}, (X, X[:, 0]))
-    with pytest.raises(ValueError, match="The metric 'error' broadcasts"):
-        ff.EvalLoop(task).measure(ff.InferenceState(np.int32(0), np.ones(1, np.float32), {}))
 
 
 @pytest.mark.parametrize(
@@ -194,42 +181,36 @@ def test_what_is_no_loss_is_named_with_its_shape(loss, error, message):
         train(loss)
 
 
-def test_a_loss_or_metric_that_couples_rows_must_say_so():
-    def centred(outputs, targets):
-        return (outputs[:, 0] - targets - (outputs[:, 0] - targets).mean()) ** 2
+def centred(outputs, targets):
+    return (outputs[:, 0] - targets - (outputs[:, 0] - targets).mean()) ** 2
 
+
+def test_a_loss_or_metric_that_couples_rows_must_say_so():
     with pytest.raises(ValueError, match=r"The loss gives each example .* other examples.*across="):
         train(centred, strategy=ff.DataParallel())
-    with pytest.raises(
-        ValueError,
-        match=r"The metric 'centred' gives each example .*set pad=False in the task, on one",
-    ):
+    words = r"The metric 'centred' gives each example .*set pad=False in the task, on one"
+    with pytest.raises(ValueError, match=words):
         train(lambda o, t: (o[:, 0] - t) ** 2, {"centred": centred}, strategy=ff.DataParallel())
     assert train(centred, across="batch").loss == pytest.approx(0)
 
 
 def test_a_loss_that_wraps_one_of_ours_is_not_taken_for_it():
     @functools.wraps(losses.mse)
-    def centred(outputs, targets):
+    def wrapped(outputs, targets):
         values = losses.mse(outputs, targets)
         return values - values.mean(0)
 
     with pytest.raises(ValueError, match="The loss gives each example a value that depends"):
-        train(centred, targets=X, strategy=ff.DataParallel())
+        train(wrapped, targets=X, strategy=ff.DataParallel())
 
 
 def test_a_metric_that_couples_rows_is_not_measured_by_parts():
-    def centred(outputs, targets):
-        return (outputs[:, 0] - targets - (outputs[:, 0] - targets).mean()) ** 2
-
-    task = ff.EvalTask(apply, {"centred": centred}, (X, 2 * X[:, 0]), pad=False)
-    state = ff.InferenceState(np.int32(0), np.ones(1, np.float32), {})
-    one = ff.EvalLoop(task, strategy=ff.Sharded()).measure(state)
-    assert one["centred"] == pytest.approx(np.var(X), rel=1e-5)
-    with pytest.raises(
-        ValueError, match="The metric 'centred' .*, on one device or with strategy=Sharded"
-    ):
-        ff.EvalLoop(task, strategy=ff.DataParallel()).measure(state)
+    data = {"centred": centred}, 2 * X[:, 0]
+    found = measure(*data, ff.Sharded(), pad=False)["centred"]
+    assert found == pytest.approx(np.var(X), rel=1e-5)
+    words = "The metric 'centred' .*, on one device or with strategy=Sharded"
+    with pytest.raises(ValueError, match=words):
+        measure(*data, ff.DataParallel(), pad=False)
 
 
 def everything(outputs, targets, weights=None):
@@ -241,16 +222,11 @@ def everything(outputs, targets, weights=None):
 def test_a_metric_whose_sums_grow_with_the_batch_is_refused(n_devices, pad):
     all_of_it = ff.metrics.Metric(everything, lambda sums: float(len(sums["outputs"])), "all")
     strategy = ff.DataParallel(jax.devices()[:n_devices])
-    with pytest.raises(
-        ValueError, match="metric 'all' returns sums whose shape depends on the batch"
-    ):
-        train("mse", [all_of_it], X, strategy=strategy, pad=pad)
-    task = ff.EvalTask(apply, [all_of_it], (X, X))
-    state = ff.InferenceState(np.int32(0), np.ones(1, np.float32), {})
-    with pytest.raises(
-        ValueError, match="metric 'all' returns sums whose shape depends on the batch"
-    ):
-        ff.EvalLoop(task, strategy=strategy).measure(state)
+    words = "metric 'all' returns sums whose shape depends on the batch"
+    with pytest.raises(ValueError, match=words):
+        train("mse", [all_of_it], X, strategy, pad=pad)
+    with pytest.raises(ValueError, match=words):
+        measure([all_of_it], X, strategy)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +242,14 @@ def test_a_metric_whose_sums_grow_with_the_batch_is_refused(n_devices, pad):
     ],
 )
 def test_a_metric_that_takes_other_arguments_is_named(metric, message):
-    task = ff.EvalTask(lambda v, x: x, {"it": metric}, (X, X))
-    state = ff.InferenceState(np.int32(0), np.ones(1, np.float32), {})
-    with pytest.raises(
-        TypeError, match=f"^The metric 'it' was called with the wrong arguments.*{message}"
-    ):
-        ff.EvalLoop(task).measure(state)
+    message = f"^The metric 'it' was called with the wrong arguments.*{message}"
+    with pytest.raises(TypeError, match=message):
+        measure({"it": metric}, X)
+
+
+def test_an_error_of_a_metric_names_it_and_the_shapes():
+    scores = np.ones((4, 3), np.float32)
+    task = ff.TrainTask(apply, optax.sgd(0.1), "binary_crossentropy", (), ["f1"])
+    state = ff.TrainState.create(task.optimizer, {"params": np.ones(3, np.float32)})
+    with pytest.raises(ValueError, match=r"'f1', of outputs \(\(4, 3\),\) and targets \(\(4, 3\),"):
+        ff.make_train_step(task)(state, ff.Batch((scores,), (scores,), scores))

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from loops import assert_close
 from marks import slow, thorough
 from strategies import options_of_loops
 
@@ -51,6 +52,7 @@ VARIABLES = {
     },
     "batch_stats": {"BatchNorm_0": {"mean": drawn(WIDTH), "var": 1 + drawn(WIDTH)}},
 }
+TEACHER = Teacher(), VARIABLES
 
 
 def distilled(apply, batch, rngs, teacher):
@@ -86,20 +88,17 @@ OPTIONS = {
 }
 
 
-def trained(objective, strategy, name, **given):
+def task_of(companion, objective=distilled, optimizer=None, **options):
+    options["companions"] = {} if companion is None else {"teacher": companion}
+    return ff.TrainTask(STUDENT, optimizer or optax.sgd(0.1), objective=objective, **options)
+
+
+def trained(companion, objective, strategy, name):
     data = ff.ArrayStream(X, LABELS, WEIGHTS, batch_size=4, epochs=1)
-    options = given | OPTIONS[name]
-    task = ff.TrainTask(STUDENT, optax.adam(0.1), objective=objective, data=data, **options)
-    loop = ff.TrainLoop(
-        lambda rngs, *x: {"params": PARAMS},
-        task,
-        0,
-        n_steps_per_checkpoint=6,
-        first_checkpoint=6,
-        steps_per_call=2 if name == "several steps" else 1,
-        stdout=False,
-        **STRATEGIES[strategy],
-    )
+    task = task_of(companion, objective, optax.adam(0.1), data=data, **OPTIONS[name])
+    given = {"n_steps_per_checkpoint": 6, "first_checkpoint": 6, "stdout": False}
+    given["steps_per_call"] = 2 if name == "several steps" else 1
+    loop = ff.TrainLoop(lambda *_: {"params": PARAMS}, task, 0, **given, **STRATEGIES[strategy])
     (checkpoint,) = loop
     return checkpoint
 
@@ -107,13 +106,7 @@ def trained(objective, strategy, name, **given):
 @functools.cache
 def reference(strategy, name):
     precision = OPTIONS[name].get("precision")
-    return trained(functools.partial(closed_over, precision=precision), strategy, name)
-
-
-def assert_close(found, expected):
-    equal = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-    jax.tree.map(equal, *(dict(each.state.params) for each in (found, expected)))
-    assert found.metrics == pytest.approx(dict(expected.metrics), rel=1e-5)
+    return trained(None, functools.partial(closed_over, precision=precision), strategy, name)
 
 
 SLOW = ("data parallel", "accumulate"), ("fsdp", "several steps")
@@ -125,17 +118,16 @@ ALL = [(strategy, name) for strategy in STRATEGIES for name in OPTIONS]
     [slow(*each) if each in SLOW else thorough(*each) for each in ALL],
 )
 def test_one_trains_as_a_teacher_that_is_closed_over(strategy, name):
-    found = trained(distilled, strategy, name, companions={"teacher": (Teacher(), VARIABLES)})
+    found = trained(TEACHER, distilled, strategy, name)
     # In 16 bits the gradients of the model themselves depend on the devices.
-    alike = strategy if "precision" in OPTIONS[name] else "one"
-    assert_close(found, reference(alike, name))
+    expected = reference(strategy if "precision" in OPTIONS[name] else "one", name)
+    both = (dict(each.state.params) for each in (found, expected))
+    assert_close(*both, rtol=1e-6, atol=1e-6)
+    assert found.metrics == pytest.approx(dict(expected.metrics), rel=1e-5)
 
 
 def function_of(companion, **options):
-    task = ff.TrainTask(
-        STUDENT, optax.sgd(0.1), objective=distilled, companions={"teacher": companion}, **options
-    )
-    return functions_of(task)["teacher"]
+    return functions_of(task_of(companion, **options))["teacher"]
 
 
 @pytest.mark.slow
@@ -171,11 +163,8 @@ def test_gradients_pass_through_its_inputs():
     np.testing.assert_array_equal(slope, np.full_like(X, 3))
 
 
-def first_step(objective, companions, **options):
-    data = ff.ArrayStream(X, LABELS, batch_size=8)
-    task = ff.TrainTask(
-        STUDENT, optax.sgd(0.1), objective=objective, companions=companions, data=data, **options
-    )
+def first_step(objective, companion, **options):
+    task = task_of(companion, objective, data=ff.ArrayStream(X, LABELS, batch_size=8), **options)
     state = ff.TrainState.create(task.optimizer, {"params": PARAMS})
     return ff.TrainLoop(state, task, stdout=False, devices=DEVICES[:1]).next_step()
 
@@ -187,28 +176,25 @@ def test_it_stands_beside_the_average_of_the_model():
         values = ((apply(x) - ema(x) - teacher(x)) ** 2).mean(-1)
         return values, {"average": ema(x).mean(-1)}
 
-    found = first_step(objective, {"teacher": (Teacher(), VARIABLES)}, ema=0.9)
+    found = first_step(objective, TEACHER, ema=0.9)
     expected = np.square(Teacher(train=False).apply(VARIABLES, X[:8])).mean()
     assert (found.loss, found.metrics["average"]) == (pytest.approx(expected, rel=1e-5), 0)
 
 
 def test_variables_that_do_not_fit_the_model_are_refused_by_name():
     narrow = {"params": {"kernel": np.ones((5, 3), np.float32), "bias": np.zeros(3, np.float32)}}
-    with pytest.raises(ValueError, match="companion 'teacher' cannot be called with its variables"):
-        first_step(distilled, {"teacher": (STUDENT, narrow)})
-    with pytest.raises(ValueError, match="companion 'teacher' cannot be called with its variables"):
-        first_step(distilled, {"teacher": (STUDENT, {"params": {}})})
+    for variables in narrow, {"params": {}}:
+        words = "companion 'teacher' cannot be called with its variables"
+        with pytest.raises(ValueError, match=words):
+            first_step(distilled, (STUDENT, variables))
     with pytest.raises(ValueError, match=r"KeyError\('kernels'\)"):
-        first_step(distilled, {"teacher": (lambda v, x: x @ v["kernels"], {"params": PARAMS})})
+        first_step(distilled, (lambda v, x: x @ v["kernels"], {"params": PARAMS}))
 
 
 @pytest.mark.slow
 def test_wide_variables_are_narrowed_without_a_warning():
-    wide = jax.tree.map(np.float64, VARIABLES)
-    found, expected = (
-        first_step(distilled, {"teacher": (Teacher(), each)}).loss for each in (wide, VARIABLES)
-    )
-    assert found == expected
+    wide = Teacher(), jax.tree.map(np.float64, VARIABLES)
+    assert first_step(distilled, wide).loss == first_step(distilled, TEACHER).loss
 
 
 def test_an_objective_that_compares_the_outputs_of_a_companion_is_refused():
@@ -217,12 +203,9 @@ def test_an_objective_that_compares_the_outputs_of_a_companion_is_refused():
         return (apply(x) - teacher(x).mean(0)).mean(-1)
 
     with pytest.raises(ValueError, match="depends on the other examples of the batch"):
-        first_step(centred, {"teacher": (Teacher(), VARIABLES)})
+        first_step(centred, TEACHER)
 
 
 def test_one_that_never_calls_the_model_is_refused():
     with pytest.raises(ValueError, match="did not call the model"):
-        first_step(
-            lambda apply, batch, rngs, teacher: teacher(*batch.inputs).mean(-1),
-            {"teacher": (Teacher(), VARIABLES)},
-        )
+        first_step(lambda apply, batch, rngs, teacher: teacher(*batch.inputs).mean(-1), TEACHER)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import given
 from marks import thorough, usual
 
 import flaxfit as ff
@@ -23,9 +24,8 @@ strategies = pytest.mark.parametrize("strategy", usual("two devices", of=STRATEG
 
 
 def error_of_fit(loss="mse", metrics=(), module=None, strategy="one device"):
-    model = ff.Model(
-        module or nn.Dense(1), optax.sgd(0.1), loss, metrics, strategy=STRATEGIES[strategy]()
-    )
+    options = {"loss": loss, "metrics": metrics, "strategy": STRATEGIES[strategy]()}
+    model = ff.Model(module or nn.Dense(1), optax.sgd(0.1), **options)
     with pytest.raises((TypeError, ValueError, MemoryError)) as caught:
         model.fit(X, Y, batch_size=4, epochs=2, verbose=0)
     return caught.value
@@ -59,8 +59,11 @@ def test_a_metric_that_keeps_an_array_is_told_to_return_it():
     assert "Return it instead" in str(error_of_fit(metrics={"kept": Keeps()}))
 
 
-def ones(key, x):
-    return {"params": {"w": np.ones((2, 1), np.float32)}}
+def step_of(apply, loss, strategy, **options):
+    """The checkpoint of a step of a model whose weights are 1."""
+    task = ff.TrainTask(apply, optax.sgd(0.1), loss, [(X, Y)] * 2, **options)
+    init = given(lambda key, x: {"params": {"w": np.ones((2, 1), np.float32)}})
+    return ff.TrainLoop(init, task, 0, strategy=STRATEGIES[strategy](), stdout=False).next_step()
 
 
 class MovingMean:
@@ -76,11 +79,9 @@ class MovingMean:
 
 @strategies
 def test_a_model_that_keeps_an_array_is_told_to_keep_it_in_a_variable(strategy):
-    task = ff.TrainTask(MovingMean(), optax.sgd(0.1), "mse", [(X, Y)] * 2)
-    loop = ff.TrainLoop(ones, task, 0, strategy=STRATEGIES[strategy](), stdout=False)
     # Seen as the model is traced more than once: compiled at once, it would train, and wrongly.
     with pytest.raises(TypeError, match="a module keeps state in a variable"):
-        loop.next_step()
+        step_of(MovingMean(), "mse", strategy)
 
 
 @strategies
@@ -91,16 +92,12 @@ def test_a_loss_may_read_what_the_model_has_left_in_the_same_pass(strategy):
         left["penalty"] = (variables["params"]["w"] ** 2).sum()
         return x @ variables["params"]["w"], {}
 
-    task = ff.TrainTask(
-        apply,
-        optax.sgd(0.1),
-        lambda outputs, targets: squares(outputs, targets) + left["penalty"],
-        [(X, Y)] * 2,
-        metrics={"penalty_left": lambda outputs, targets: left["penalty"] + 0 * targets[:, 0]},
-    )
-    loop = ff.TrainLoop(ones, task, 0, strategy=STRATEGIES[strategy](), stdout=False)
-    metrics = loop.next_step().metrics
-    assert metrics["penalty_left"] == 2 and metrics["loss"] == 3
+    def loss(outputs, targets):
+        return squares(outputs, targets) + left["penalty"]
+
+    metrics = {"penalty_left": lambda outputs, targets: left["penalty"] + 0 * targets[:, 0]}
+    found = step_of(apply, loss, strategy, metrics=metrics).metrics
+    assert found["penalty_left"] == 2 and found["loss"] == 3
 
 
 @pytest.mark.parametrize("strategy", [thorough("one device"), "two devices"])
@@ -169,18 +166,10 @@ def test_a_step_that_runs_out_of_memory_names_what_takes_less():
     error = error_of_fit(module=TooLarge())
     assert isinstance(error, MemoryError)
     assert isinstance(error.__cause__, jax.errors.JaxRuntimeError)
-    message = str(error)
-    assert "batches of 4 examples on 1 device, and 12 B of parameters" in message
-    for knob in (
-        "batch_size=2",
-        "find_batch_size",
-        "accumulate=2",
-        "precision='bfloat16'",
-        "nn.remat",
-        "Sharded.fsdp()",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    ):
-        assert knob in message
+    assert "batches of 4 examples on 1 device, and 12 B of parameters" in str(error)
+    knobs = "batch_size=2 find_batch_size accumulate=2 precision='bfloat16' nn.remat Sharded.fsdp()"
+    for knob in (*knobs.split(), "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        assert knob in str(error)
 
 
 def test_other_errors_are_left_as_they_are():

@@ -1,5 +1,7 @@
 """A function on the gradient of each example, against a loop by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from loops import assert_close
 from marks import slow, thorough
 from strategies import strategies
 
@@ -24,9 +27,8 @@ PARAMS = {"w": rng.normal(size=(3, 2)).astype(np.float32), "b": np.zeros(2, np.f
 STRATEGIES = strategies(N)
 
 
-def apply(variables, x, **options):
-    y = x @ variables["params"]["w"] + variables["params"]["b"]
-    return (y, {}) if "mutable" in options else y
+def apply(variables, x, **_):
+    return x @ variables["params"]["w"] + variables["params"]["b"]
 
 
 def clip(grads):
@@ -62,9 +64,19 @@ def by_hand():
     return params
 
 
-def assert_same(found, expected):
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
+def stepped(keep_grads=False, weights=TOKENS, **options):
+    """The state and the sums after one step on all examples."""
+    task = task_of(**options)
+    state = ff.TrainState.create(task.optimizer, {"params": PARAMS})
+    step = make_train_step(task, keep_grads=keep_grads)
+    return jax.jit(step)(state, ff.Batch((X,), (Y,), weights))
+
+
+def init(key, x):
+    return {"params": PARAMS}
+
+
+assert_same = functools.partial(assert_close, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -79,38 +91,24 @@ def assert_same(found, expected):
 )
 def test_each_gradient_is_clipped_and_weighed_by_its_tokens(strategy, accumulate):
     data = ff.ArrayStream(X, Y, TOKENS, batch_size=BATCH, epochs=1)
-    task = task_of(data=data, accumulate=accumulate)
-    loop = ff.TrainLoop(
-        lambda key, x: {"params": PARAMS},
-        task,
-        0,
-        n_steps_per_checkpoint=3,
-        strategy=STRATEGIES[strategy](),
-        stdout=False,
-    )
-    *_, checkpoint = loop
-    assert_same(checkpoint.state.params, by_hand())
+    options = {"n_steps_per_checkpoint": 3, "strategy": STRATEGIES[strategy](), "stdout": False}
+    *_, last = ff.TrainLoop(init, task_of(data=data, accumulate=accumulate), 0, **options)
+    assert_same(dict(last.state.params), by_hand())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("freeze", ["b", thorough(())])
 def test_a_hook_that_changes_nothing_leaves_the_step_as_it_is(freeze):
-    batch = ff.Batch((X,), (Y,), TOKENS)
-
-    def stepped(hook):
-        task = task_of(hook=hook, freeze=freeze, metrics=["mae"], ema=0.9)
-        state = ff.TrainState.create(task.optimizer, {"params": PARAMS})
-        state, sums = jax.jit(make_train_step(task))(state, batch)
-        return state.variables, state.opt_state, sums
-
-    assert_same(stepped(lambda grads: grads), stepped(None))
+    options = {"freeze": freeze, "metrics": ["mae"], "ema": 0.9}
+    found = stepped(hook=lambda grads: grads, **options), stepped(hook=None, **options)
+    assert_same(*((state.variables, state.opt_state, sums) for state, sums in found))
 
 
 def test_the_gradients_of_a_hook_that_rounds_are_added_in_their_own_dtype():
-    task = task_of(hook=lambda grads: jax.tree.map(lambda g: g.astype(jnp.float16), grads))
-    state = ff.TrainState.create(task.optimizer, {"params": PARAMS})
-    step = jax.jit(make_train_step(task, keep_grads=True))
-    _, (_, grads) = step(state, ff.Batch((X,), (Y,)))
+    def hook(grads):
+        return jax.tree.map(lambda g: g.astype(jnp.float16), grads)
+
+    _, (_, grads) = stepped(keep_grads=True, weights=None, hook=hook)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
 
 
@@ -137,14 +135,8 @@ def test_an_objective_has_a_gradient_of_each_example():
     def objective(apply, batch, rngs):
         return ff.losses.mse(apply(*batch.inputs), *batch.targets), {"bias": apply(*batch.inputs)}
 
-    batch = ff.Batch((X,), (Y,), TOKENS)
-    found = []
-    for options in ({"loss": "mse"}, {"loss": None, "objective": objective}):
-        task = task_of(**options)
-        state = ff.TrainState.create(task.optimizer, {"params": PARAMS})
-        state, sums = jax.jit(make_train_step(task))(state, batch)
-        found.append((state.params, sums["loss"]))
-    assert_same(*found)
+    found = stepped(), stepped(loss=None, objective=objective)
+    assert_same(*((state.params, sums["loss"]) for state, sums in found))
 
 
 class Counting(nn.Module):
@@ -192,8 +184,6 @@ def test_an_option_that_does_not_go_with_it_is_refused(options, words):
 )
 def test_what_has_no_gradient_by_example_is_refused(options, words):
     task = task_of(**options, data=[(X[:BATCH], Y[:BATCH])])
-    module = options.get("apply")
-    init = (lambda key, x: {"params": PARAMS}) if module is None else module.init
-    loop = ff.TrainLoop(init, task, 0, n_steps=1, n_steps_per_checkpoint=1, stdout=False)
+    start = options["apply"].init if "apply" in options else init
     with pytest.raises(ValueError, match=words):
-        next(iter(loop))
+        ff.TrainLoop(start, task, 0, stdout=False).next_step()

@@ -8,21 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from loops import assert_close, init_of
+from loops import assert_close, assert_equal, init_of, waves
 from marks import diagonal, thorough
 
 import flaxfit as ff
 from flaxfit.step._gradient import count_parts
-from flaxfit.step._metric_totals import compute
 
 rng = np.random.default_rng(2)
 X = rng.normal(size=(48, 5)).astype(np.float32)
 Y = np.tanh(X @ rng.normal(size=(5, 3))).astype(np.float32)
-
-
-def waves(key, shape, dtype):
-    """Weights without a random draw, which takes longer to compile than what is tested here."""
-    return 0.5 * np.cos(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
 
 
 class MLP(nn.Module):
@@ -36,17 +30,13 @@ class MLP(nn.Module):
         return nn.Dense(3, kernel_init=waves, name="head")(nn.relu(x))
 
 
-def train(n_steps=4, n_devices=1, batch_size=12, data=None, init=None, norm=False, **options):
+def train(n_steps=4, n_devices=1, batch_size=12, norm=False, apply=None, of_loop=None, **options):
     """The loop after some steps, and its checkpoints."""
-    module = MLP(norm)
-    options = {"optimizer": optax.adam(0.05), "loss": "mse", "metrics": ["mae"]} | options
-    if data is None:
-        data = ff.ArrayStream(X, Y, batch_size=batch_size)
-    task = ff.TrainTask(module.apply, options.pop("optimizer"), data=data, **options)
-    devices = jax.devices()[:n_devices]
-    loop = ff.TrainLoop(
-        init or init_of(module, 5), task, 0, n_steps=n_steps, devices=devices, grad_norm=True
-    )
+    module, data = MLP(norm), ff.ArrayStream(X, Y, batch_size=batch_size)
+    usual = {"optimizer": optax.adam(0.05), "loss": "mse", "data": data, "metrics": ["mae"]}
+    task = ff.TrainTask(apply or module.apply, **{**usual, **options})
+    given = {"n_steps": n_steps, "devices": jax.devices()[:n_devices], "grad_norm": True}
+    loop = ff.TrainLoop(init_of(module, 5), task, 0, **given, **(of_loop or {}))
     return loop, list(loop)
 
 
@@ -98,11 +88,9 @@ def test_microbatches_differ_in_their_dropout():
 
 @pytest.mark.parametrize("n_devices", [thorough(1), 2])
 def test_frozen_parameters_are_not_touched_and_have_no_moments(n_devices):
-    loop, checkpoints = train(
-        4, n_devices, optimizer=optax.adamw(0.05, weight_decay=0.5), freeze="stem/.*"
-    )
-    start, _ = train(0)
-    before, after = start.state.params, loop.state.params
+    options = {"optimizer": optax.adamw(0.05, weight_decay=0.5), "freeze": "stem/.*"}
+    loop, checkpoints = train(4, n_devices, **options)
+    before, after = train(0)[0].state.params, loop.state.params
     assert_close(after["stem"], before["stem"], rtol=0)
     assert np.any(after["head"]["kernel"] != before["head"]["kernel"])
     n_moments = sum(x.size for x in jax.tree.leaves(loop.state.opt_state) if x.ndim)
@@ -128,10 +116,8 @@ def test_no_gradient_is_computed_for_a_frozen_stem():
 @pytest.mark.slow
 def test_a_gradient_of_what_is_trained_only_is_clipped():
     loop, checkpoints = train(1, optimizer=optax.sgd(1.0), freeze=["stem/.*"], clip_norm=0.01)
-    start, _ = train(0)
-    moved = jax.tree.map(np.subtract, start.state.params, loop.state.params)
-    norm = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(moved)))
-    assert norm == pytest.approx(0.01, rel=1e-4)
+    moved = jax.tree.map(np.subtract, train(0)[0].state.params, loop.state.params)
+    assert optax.tree.norm(moved) == pytest.approx(0.01, rel=1e-4)
     assert checkpoints[-1].metrics["grad_norm"] > 0.01
 
 
@@ -145,19 +131,12 @@ def test_freezing_nothing_or_everything_is_an_error(freeze, message):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate": 0},
-        {"precision": "int8"},
-        {"clip_norm": 0},
-        {"ema": 1.0},
-        {"across": "devices"},
-    ],
-    ids=lambda options: next(iter(options)),
+    ("option", "value"),
+    [("accumulate", 0), ("precision", "int8"), ("clip_norm", 0), ("ema", 1.0), ("across", "x")],
 )
-def test_wrong_options_are_refused_with_their_value(options):
-    with pytest.raises(ValueError, match=repr(next(iter(options.values())))):
-        train(**options)
+def test_wrong_options_are_refused_with_their_value(option, value):
+    with pytest.raises(ValueError, match=repr(value)):
+        train(**{option: value})
 
 
 def poisoned():
@@ -173,10 +152,9 @@ def test_a_step_that_is_not_finite_leaves_the_whole_state(n_devices, norm):
     options = {"norm": norm, "optimizer": optax.sgd(0.1)}
     loop, checkpoints = train(None, n_devices, data=poisoned(), skip_nonfinite=True, **options)
     assert [c.metrics["skipped_steps"] for c in checkpoints] == [0, 1, 0, 0]
-    assert_close(checkpoints[1].state.params, checkpoints[0].state.params, rtol=0)
-    assert_close(checkpoints[1].state.opt_state, checkpoints[0].state.opt_state, rtol=0)
-    assert_close(checkpoints[1].state.model_state, checkpoints[0].state.model_state, rtol=0)
-    assert int(checkpoints[1].state.step) == 2
+    before, after = checkpoints[0].state, checkpoints[1].state
+    assert_equal(after, before.replace(step=after.step))
+    assert int(after.step) == 2
     assert np.isnan(checkpoints[1].loss)
     without = [batch for i, batch in enumerate(poisoned()) if i != 1]
     other, expected = train(None, n_devices, data=without, **options)
@@ -196,44 +174,29 @@ def test_sixteen_bits_train_about_as_thirty_two_do(precision, accumulate):
         # So small that the first scale of float16 does not overflow: then no step is skipped.
         return jnp.mean((outputs - targets) ** 2, -1) / 1024
 
-    module = MLP()
     seen = []
 
     def apply(variables, x, **options):
         seen.append((variables["params"]["head"]["kernel"].dtype, x.dtype))
-        return module.apply(variables, x, **options)
+        return MLP().apply(variables, x, **options)
 
-    task = ff.TrainTask(
-        apply,
-        optax.adam(0.05),
-        small_loss,
-        ff.ArrayStream(X, Y, batch_size=12),
-        precision=precision,
-        accumulate=accumulate,
-    )
-    options = {"n_steps": 20, "n_steps_per_checkpoint": 19, "devices": jax.devices()[:2]}
-    loop = ff.TrainLoop(init_of(module, 5), task, 0, **options)
-    checkpoints = list(loop)
-    other, expected = train(20, loss=small_loss)
+    options = {"precision": precision, "accumulate": accumulate, "apply": apply}
+    loop, checkpoints = train(20, 2, loss=small_loss, **options)
+    losses = [checkpoint.loss for checkpoint in checkpoints]
+    _, expected = train(20, loss=small_loss)
     assert {str(dtype) for pair in seen for dtype in pair} == {precision}
     assert {str(x.dtype) for x in jax.tree.leaves(loop.state.params)} == {"float32"}
-    assert checkpoints[-1].loss == pytest.approx(np.mean([c.loss for c in expected[1:]]), rel=0.03)
-    assert checkpoints[-1].loss < checkpoints[0].loss
+    assert np.mean(losses) == pytest.approx(np.mean([c.loss for c in expected]), rel=0.03)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [thorough(1), 2])
 @pytest.mark.parametrize("accumulate", [thorough(1), 3])
 def test_the_scale_of_a_loss_that_overflows_is_halved_and_the_step_skipped(n_devices, accumulate):
-    large = [(X[:12], 60000 * Y[:12])] * 20
-    loop, checkpoints = train(
-        None,
-        n_devices,
-        data=large,
-        precision="float16",
-        accumulate=accumulate,
-        loss=lambda o, t: jnp.abs(o.sum(-1) - t.sum(-1)) * 10,
-    )
+    options = {"data": [(X[:12], 60000 * Y[:12])] * 20, "precision": "float16"}
+    options |= {"loss": lambda o, t: jnp.abs(o.sum(-1) - t.sum(-1)) * 10}
+    loop, checkpoints = train(None, n_devices, accumulate=accumulate, **options)
     skipped = [c.metrics["skipped_steps"] for c in checkpoints]
     scales = [float(c.state.opt_state.scale.scale) for c in checkpoints]
     assert skipped[0] == 1
@@ -259,46 +222,15 @@ def test_the_average_follows_its_formula(n_devices):
     assert jax.tree.structure(again) == jax.tree.structure(loop.state)
 
 
-def test_a_state_without_an_average_says_so():
-    with pytest.raises(ValueError, match="holds no moving average"):
-        ff.optim.swap_ema(train(0)[0].state)
-
-
 @pytest.mark.slow
 def test_several_steps_in_a_call_give_what_single_ones_give():
     options = {"accumulate": 2, "ema": 0.9, "freeze": "stem/.*", "clip_norm": 1.0}
-    loop, _ = train(6, **options, precision="bfloat16", skip_nonfinite=True)
-    module = MLP()
-    task = ff.TrainTask(
-        module.apply,
-        optax.adam(0.05),
-        "mse",
-        ff.ArrayStream(X, Y, batch_size=12),
-        ["mae"],
-        **options,
-        precision="bfloat16",
-        skip_nonfinite=True,
-    )
-    other = ff.TrainLoop(
-        init_of(module, 5),
-        task,
-        0,
-        n_steps=6,
-        n_steps_per_checkpoint=6,
-        first_checkpoint=6,
-        steps_per_call=3,
-        devices=jax.devices()[:1],
-    )
-    (checkpoint,) = other
+    options |= {"precision": "bfloat16", "skip_nonfinite": True}
+    loop, _ = train(6, **options)
+    at_once = {"n_steps_per_checkpoint": 6, "first_checkpoint": 6, "steps_per_call": 3}
+    _, (checkpoint,) = train(6, of_loop=at_once, **options)
     assert_close(checkpoint.state.params, loop.state.params, rtol=1e-6)
     assert checkpoint.metrics["skipped_steps"] == 0
-
-
-def test_the_sums_of_a_count_are_not_divided():
-    assert compute({"loss": (2.0, 4.0), "skipped_steps": (3.0,)}, {}) == {
-        "loss": 0.5,
-        "skipped_steps": 3.0,
-    }
 
 
 @pytest.mark.slow

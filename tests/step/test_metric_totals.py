@@ -55,6 +55,11 @@ def test_what_was_packed_is_unpacked():
     jax.tree.map(np.testing.assert_array_equal, unpack(vectors, tree), tree)
 
 
+def test_the_sums_of_a_count_are_not_divided():
+    found = compute({"loss": (2.0, 4.0), "skipped_steps": (3.0,)}, {})
+    assert found == {"loss": 0.5, "skipped_steps": 3.0}
+
+
 def test_the_loss_of_nothing_is_0_unless_steps_were_skipped():
     nothing = (np.float64(0), np.float64(0))
     outputs = {"a": nothing, "b": nothing}

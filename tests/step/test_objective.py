@@ -31,10 +31,6 @@ REFERENCE = {"kernel": RNG.normal(size=(5, 1)).astype(np.float32), "bias": np.on
 FROZEN = {"companions": {"reference": (REWARD, {"params": REFERENCE})}}
 
 
-def margin(reward):
-    return reward(CHOSEN)[:, 0] - reward(REJECTED)[:, 0]
-
-
 def preference(apply, batch, rngs, reference):
     """The loss of DPO, with a frozen reference."""
     chosen, rejected = batch.inputs
@@ -43,30 +39,15 @@ def preference(apply, batch, rngs, reference):
     return -jax.nn.log_sigmoid(0.5 * lead), {"accuracy": lead > 0}
 
 
-def loop_of(
-    objective,
-    strategy="one",
-    *,
-    module=REWARD,
-    params=PARAMS,
-    data=None,
-    debug=False,
-    **options,
-):
-    if data is None:
-        data = ff.ArrayStream((CHOSEN, REJECTED), (), WEIGHTS, batch_size=BATCH, epochs=1)
-    optimizer = options.pop("optimizer", optax.sgd(0.5))
-    task = ff.TrainTask(module, optimizer, objective=objective, data=data, **options)
-    return ff.TrainLoop(
-        lambda rngs, *x: {"params": params},
-        task,
-        0,
-        n_steps_per_checkpoint=3,
-        first_checkpoint=3,
-        stdout=False,
-        debug=debug,
-        **STRATEGIES[strategy],
-    )
+def pairs(n=N, weights=None, epochs=1):
+    return ff.ArrayStream((CHOSEN[:n], REJECTED[:n]), (), weights, batch_size=BATCH, epochs=epochs)
+
+
+def loop_of(objective, strategy="one", *, params=PARAMS, debug=False, **options):
+    usual = {"apply": REWARD, "optimizer": optax.sgd(0.5), "data": pairs(weights=WEIGHTS)}
+    task = ff.TrainTask(**{**usual, **options}, objective=objective)
+    given = {"n_steps_per_checkpoint": 3, "first_checkpoint": 3, "stdout": False, "debug": debug}
+    return ff.TrainLoop(lambda *_: {"params": params}, task, 0, **given, **STRATEGIES[strategy])
 
 
 @functools.cache
@@ -85,14 +66,6 @@ def preference_by_hand():
     return {**PARAMS, "kernel": kernel}, sums[0] / sums[2], sums[1] / sums[2]
 
 
-def cases():
-    for strategy in STRATEGIES:
-        for accumulate in (1, 2):
-            case = (strategy, accumulate)
-            mark = slow if case == ("fsdp", 2) else thorough
-            yield case if case == ("data parallel", 2) else mark(*case)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [thorough("bfloat16"), "float16"])
 def test_it_calls_a_model_of_low_precision_with_inputs_of_its_own(precision):
@@ -102,7 +75,10 @@ def test_it_calls_a_model_of_low_precision_with_inputs_of_its_own(precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "accumulate"), list(cases()))
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"),
+    [("data parallel", 2), ("fsdp", 2), *(thorough(name, 1) for name in STRATEGIES)],
+)
 def test_preferences_are_trained_as_by_hand_on_every_strategy(strategy, accumulate):
     (checkpoint,) = loop_of(preference, strategy, accumulate=accumulate, **FROZEN)
     params, loss, accuracy = preference_by_hand()
@@ -124,8 +100,27 @@ class Net(nn.Module):
         return nn.Dense(3, kernel_init=waves)(x)
 
 
+class Dropping(nn.Module):
+    """A network with dropout in evaluation, too."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3, kernel_init=waves)(nn.Dropout(0.5, deterministic=False)(x))
+
+
 def crossentropy(apply, batch, rngs):
     return losses.crossentropy(apply(*batch.inputs), *batch.targets)
+
+
+def masked(apply, batch, rngs):
+    is_counted = batch.targets[0] != 1
+    return crossentropy(apply, batch, rngs), is_counted, {"is_counted": is_counted}
+
+
+def scored(apply, batch, rngs):
+    outputs = apply(*batch.inputs)
+    right = outputs.argmax(-1) == batch.targets[0]
+    return losses.crossentropy(outputs, *batch.targets), {"right": right}
 
 
 OPTIONS = {
@@ -183,24 +178,13 @@ def test_own_keys_make_two_calls_equal():
         first, second = (apply(*batch.inputs, rngs=rngs) for _ in range(2))
         return losses.crossentropy(first, *batch.targets), {"d": jnp.abs(first - second).max(-1)}
 
-    class Dropping(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dropout(0.5, deterministic=False)(nn.Dense(3, kernel_init=waves)(x))
-
     assert first_of(same, module=Dropping()).metrics["d"] == 0
 
 
 @pytest.mark.slow
 def test_fit_and_evaluate_report_the_objective():
     module = nnx.Linear(5, 3, rngs=nnx.Rngs(0))
-
-    def objective(apply, batch, rngs):
-        outputs = apply(*batch.inputs)
-        values = losses.crossentropy(outputs, *batch.targets)
-        return values, {"right": outputs.argmax(-1) == batch.targets[0]}
-
-    model = ff.Model(module, optax.adam(0.1), None, metrics=["accuracy"], objective=objective)
+    model = ff.Model(module, optax.adam(0.1), None, metrics=["accuracy"], objective=scored)
     data = (CHOSEN, LABELS)
     history = model.fit(*data, epochs=2, verbose=0, validation_data=data)
     assert {"loss", "right", "val_loss", "val_right", "val_accuracy"} <= history.keys()
@@ -235,8 +219,23 @@ def test_fit_and_evaluate_report_the_objective():
             "depends on the other examples of the batch",
         ),
         (lambda a, b, r: a(b.inputs[0], x=1)[:, 0], TypeError, "by position or by keyword"),
+        (
+            lambda a, b, r: b.inputs[0].sum(-1),
+            ValueError,
+            "did not call the model: compute its values from apply",
+        ),
+        (
+            lambda a, b, r: (a(b.inputs[0])[:, 0],) + ({"loss": b.inputs[0]},),
+            ValueError,
+            "cannot report loss: the loop reports its own number",
+        ),
+        (
+            lambda a, b, r: (a(b.inputs[0])[:, 0],) + ({"val_x": b.inputs[0]},),
+            ValueError,
+            "cannot report val_x: it would pass for a",
+        ),
     ],
-    ids=["scalar", "none", "two losses", "aux", "coupled", "inputs"],
+    ids=["scalar", "none", "two losses", "aux", "coupled", "inputs", "no call", "loss", "val_x"],
 )
 def test_what_is_no_objective_is_refused_in_words(objective, error, message):
     with pytest.raises(error, match=message):
@@ -250,8 +249,7 @@ def test_one_that_compares_examples_needs_a_whole_batch():
         return (values - values.mean()) ** 2
 
     def trained(strategy):
-        data = ff.ArrayStream((CHOSEN[:16], REJECTED[:16]), (), batch_size=BATCH)
-        (*_, last) = loop_of(centred, strategy, data=data, pad=False).run(3)
+        (*_, last) = loop_of(centred, strategy, data=pairs(16, epochs=None), pad=False).run(3)
         return last.loss
 
     assert trained("fsdp") == pytest.approx(trained("one"), rel=1e-5)
@@ -276,8 +274,7 @@ AXES = np.arange(1.0, 5.0, dtype=np.float32)
 def test_one_that_gathers_the_examples_of_all_devices_is_that_of_one(strategy):
     def trained(strategy):
         # The rest of an epoch is half a batch.
-        data = ff.ArrayStream((CHOSEN[:20], REJECTED[:20]), (), batch_size=BATCH, epochs=2)
-        options = {"data": data, "pad": False, "optimizer": optax.sgd(0.01)}
+        options = {"data": pairs(20, epochs=2), "pad": False, "optimizer": optax.sgd(0.01)}
         return list(loop_of(gathered, strategy, **options))
 
     found, one = trained(strategy), trained("one")
@@ -357,28 +354,8 @@ def first_of(objective, data=(CHOSEN, LABELS), module=CLASSIFIER, debug=False, *
     return ff.TrainLoop(init, task, 0, **given).next_step()
 
 
-def test_its_results_have_names_of_their_own():
-    def taken(apply, batch, rngs):
-        values = crossentropy(apply, batch, rngs)
-        return values, {name: values}
-
-    for name, why in ("loss", "the loop reports its own number"), ("val_x", "it would pass for a"):
-        with pytest.raises(ValueError, match=f"cannot report {name}: {why}"):
-            first_of(taken)
-
-
-def test_one_that_never_calls_the_model_is_refused():
-    with pytest.raises(ValueError, match="did not call the model: compute its values from apply"):
-        first_of(lambda apply, batch, rngs: batch.inputs[0].sum(-1))
-
-
 @pytest.mark.slow
 def test_results_are_weighted_as_its_values():
-    def masked(apply, batch, rngs):
-        (labels,) = batch.targets
-        values = losses.crossentropy(apply(*batch.inputs), labels)
-        return values, labels != 1, {"is_counted": labels != 1}
-
     assert first_of(masked).metrics["is_counted"] == 1
 
 
@@ -389,55 +366,21 @@ def test_a_slope_over_the_inputs_may_be_a_term():
         slope = jax.grad(lambda x: apply(x).sum())(x)
         return crossentropy(apply, batch, rngs) + jnp.square(slope).sum(-1)
 
-    def loss_of(objective):
-        task = ff.TrainTask(CLASSIFIER, optax.sgd(0.5), objective=objective)
-        state = ff.TrainState.create(task.optimizer, {"params": THREE})
-        batch = ff.Batch((CHOSEN,), (LABELS,))
-        _, sums = jax.jit(ff.make_train_step(task))(state, batch)
-        return sums["loss"][0] / sums["loss"][1]
-
-    slope = THREE["kernel"].sum(1)
-    assert loss_of(smooth) - loss_of(crossentropy) == pytest.approx((slope**2).sum(), rel=1e-5)
-
-
-class Dropping(nn.Module):
-    train: bool = True
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dropout(0.5, deterministic=not self.train)(x)
-        return nn.Dense(3, kernel_init=waves)(x)
+    assert first_of(smooth).loss - first_of(crossentropy).loss == pytest.approx(
+        (THREE["kernel"].sum(1) ** 2).sum(), rel=1e-5
+    )
 
 
 @pytest.mark.slow
-def test_two_calls_in_evaluation_have_two_dropouts_and_keys_are_asked_for():
-    class Always(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dropout(0.5, deterministic=False)(x)
-            return nn.Dense(3, kernel_init=waves)(x)
-
-    def uses_keys(apply, batch, rngs):
-        noise = jax.random.normal(rngs["dropout"], batch.inputs[0].shape)
-        return losses.crossentropy(apply(batch.inputs[0] + noise), *batch.targets)
-
+def test_two_calls_in_evaluation_have_two_dropouts():
     options = {"objective": consistency, "eval_rngs": ("dropout",)}
-    model = ff.Model(Always(), optax.sgd(0.1), None, **options)
+    model = ff.Model(Dropping(), optax.sgd(0.1), None, **options)
     assert model.fit(CHOSEN, LABELS, verbose=0)["distance"][0] > 0
     assert model.evaluate(CHOSEN, LABELS)["distance"] > 0
-    model = ff.Model(Dropping(), optax.sgd(0.1), None, objective=uses_keys)
-    model.fit(CHOSEN, LABELS, verbose=0)
-    with pytest.raises(KeyError) as raised:
-        model.evaluate(CHOSEN, LABELS)
-    assert any("eval_rngs=('dropout',)" in note for note in raised.value.__notes__)
 
 
 @pytest.mark.slow
 def test_it_takes_turns_with_a_loss():
-    def masked(apply, batch, rngs):
-        (labels,) = batch.targets
-        return losses.crossentropy(apply(*batch.inputs), labels), labels != 1
-
     optimizer, module, data = optax.sgd(0.1), CLASSIFIER, (CHOSEN, LABELS)
     tasks = {
         "a": ff.TrainTask(module, optimizer, objective=masked, data=data),
@@ -449,14 +392,9 @@ def test_it_takes_turns_with_a_loss():
 
 @pytest.mark.parametrize("monitor", ["loss", slow("val_loss"), slow("right"), "val_right"])
 def test_what_it_reports_can_be_monitored(monitor):
-    def objective(apply, batch, rngs):
-        outputs = apply(*batch.inputs)
-        values = losses.crossentropy(outputs, *batch.targets)
-        return values, {"right": outputs.argmax(-1) == batch.targets[0]}
-
     stopping = EarlyStopping(monitor, mode="auto" if "loss" in monitor else "max", patience=5)
-    options = {"objective": objective, "strategy": ff.DataParallel(DEVICES[:1])}
-    model = ff.Model(nn.Dense(3, kernel_init=waves), optax.sgd(0.1), None, **options)
+    options = {"objective": scored, "strategy": ff.DataParallel(DEVICES[:1])}
+    model = ff.Model(CLASSIFIER, optax.sgd(0.1), None, **options)
     data = (CHOSEN, LABELS)
     history = model.fit(*data, verbose=0, validation_data=data, callbacks=[stopping])
     assert stopping.best_value == history[monitor][-1]
@@ -473,7 +411,7 @@ def test_the_average_is_a_fixed_target_on_every_strategy(strategy, accumulate):
     def run(strategy, **options):
         options = {"params": THREE, "ema": 0.5, "freeze": "bias", **options}
         data = ff.ArrayStream(CHOSEN, (), batch_size=BATCH, epochs=1)
-        (last,) = loop_of(follows_average, strategy, module=CLASSIFIER, data=data, **options)
+        (last,) = loop_of(follows_average, strategy, apply=CLASSIFIER, data=data, **options)
         return last
 
     found, one = run(strategy, accumulate=accumulate), run("one")
@@ -486,11 +424,8 @@ def test_the_first_average_is_the_model_itself_and_gives_no_gradient():
         return apply(*batch.inputs)[:, 0] - ema(*batch.inputs)[:, 0]
 
     first = first_of(drift, ema=0.5)
-    assert first.loss == 0
-    assert (
-        first.metrics["grad_norm"]
-        == first_of(lambda apply, batch, rngs: apply(*batch.inputs)[:, 0]).metrics["grad_norm"]
-    )
+    alone = first_of(lambda apply, batch, rngs: apply(*batch.inputs)[:, 0])
+    assert first.loss == 0 and first.metrics["grad_norm"] == alone.metrics["grad_norm"]
 
 
 @pytest.mark.slow
@@ -519,7 +454,7 @@ def test_in_evaluation_the_average_is_the_model_that_is_measured():
         return jnp.square(apply(*batch.inputs) - 1 - goals), {"goal": goals}
 
     options = {"objective": drift, "ema": 0.5}
-    model = ff.Model(nn.Dense(3, kernel_init=waves), optax.sgd(0.1), None, **options)
+    model = ff.Model(CLASSIFIER, optax.sgd(0.1), None, **options)
     model.fit(CHOSEN, (), epochs=2, verbose=0)
     found = model.evaluate(CHOSEN, ())
     assert found["loss"] == 1
@@ -540,19 +475,19 @@ def denoise(apply, batch, rngs):
     return ((apply(x + jax.random.normal(rngs["noise"], x.shape)) - x) ** 2).mean(-1)
 
 
-@slow
+@pytest.mark.slow
 def test_an_objective_names_streams_that_an_nnx_module_does_not_have():
-    options = {"objective": denoise, "eval_rngs": "noise"}
-    net = nnx.Linear(5, 5, rngs=nnx.Rngs(0))
+    def model(**options):
+        net = nnx.Linear(5, 5, rngs=nnx.Rngs(0))
+        return ff.Model(net, optax.sgd(0.1), objective=denoise, **options)
+
     with pytest.raises(KeyError) as raised:
-        ff.Model(net, optax.sgd(0.1), **options).fit(CHOSEN, (), verbose=0)
-    assert "streams of the objective are dropout: rngs=('dropout', 'noise') of" in str(
-        raised.value.__notes__
-    )
-    model = ff.Model(net, optax.sgd(0.1), rngs="noise", **options)
-    model.fit(CHOSEN, (), verbose=0)
-    assert np.isfinite(model.evaluate(CHOSEN, (), verbose=0)["loss"])
-    measured = ff.Model(net, optax.sgd(0.1), rngs="noise", objective=denoise)
+        model(eval_rngs="noise").fit(CHOSEN, (), verbose=0)
+    words = "streams of the objective are dropout: rngs=('dropout', 'noise') of"
+    assert words in str(raised.value.__notes__)
+    both = model(rngs="noise", eval_rngs="noise")
+    both.fit(CHOSEN, (), verbose=0)
+    assert np.isfinite(both.evaluate(CHOSEN, (), verbose=0)["loss"])
     with pytest.raises(KeyError) as raised:
-        measured.evaluate(CHOSEN, (), verbose=0)
+        model(rngs="noise").evaluate(CHOSEN, (), verbose=0)
     assert "are none: eval_rngs=('noise',) of the Model" in str(raised.value.__notes__)

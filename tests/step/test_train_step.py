@@ -18,9 +18,8 @@ W = rng.uniform(0.1, 3, size=12).astype(np.float32)
 PARAMS = np.array([0.5, -1.0, 2.0], np.float32)
 
 
-def linear(variables, x, **options):
-    outputs = x @ variables["params"]
-    return (outputs, {}) if "mutable" in options else outputs
+def linear(variables, x, **_):
+    return x @ variables["params"]
 
 
 def make_state(task, params=PARAMS, model_state=None):
@@ -60,10 +59,8 @@ def test_the_gradient_is_that_of_the_weighted_mean_over_the_whole_batch(n_device
 
 
 def test_a_loss_per_token_is_one_mean_over_all_elements():
-    def tokens(variables, x, **options):
-        return x * variables["params"], {}
-
-    _, metrics = run(make_task(apply=tokens), ff.Batch((X,), (2 * X,), W), 4)
+    task = make_task(apply=lambda variables, x, **_: x * variables["params"])
+    _, metrics = run(task, ff.Batch((X,), (2 * X,), W), 4)
     values = (X.astype(np.float64) * PARAMS - 2 * X) ** 2
     expected = (W[:, None] * values).sum() / (W.sum() * 3)
     assert metrics["loss"] == pytest.approx(expected, rel=1e-6)
@@ -113,6 +110,7 @@ def test_losses_that_a_module_sows_are_a_penalty_and_intermediates_are_dropped()
 def test_a_batch_whose_weights_are_all_zero_changes_nothing_but_the_step(n_devices):
     task = ff.TrainTask(linear, optax.adamw(0.1, weight_decay=0.5), "mse")
     before = make_state(task)
+    # adamw raises where it is not given the parameters.
     state, metrics = run(task, ff.Batch((X,), (Y,), np.zeros(12, np.float32)), n_devices, before)
     np.testing.assert_array_equal(state.params, PARAMS)
     assert int(state.step) == 1 and int(state.opt_state[0].count) == 0
@@ -132,35 +130,27 @@ def test_a_row_of_weight_zero_may_hold_a_nan_loss():
     assert metrics["loss"] == pytest.approx(same["loss"], rel=1e-6)
 
 
-def test_the_optimizer_is_given_the_parameters():
-    task = ff.TrainTask(linear, optax.adamw(0.0, weight_decay=1.0), "mse")
-    run(task, ff.Batch((X,), (Y,)))  # adamw raises where params is None.
+def test_inputs_outputs_and_targets_may_be_named_several_or_none():
+    def by_name(variables, *, image, scale, **_):
+        return scale * (image @ variables["params"])
 
-
-def test_keyword_inputs_reach_the_model():
-    def apply(variables, *, image, scale, **options):
-        return scale * (image @ variables["params"]), {}
-
-    batch = ff.Batch({"image": X, "scale": np.ones(12, np.float32)}, (Y,))
-    _, metrics = run(make_task(apply=apply), batch)
-    assert metrics["loss"] == pytest.approx(run(make_task(), ff.Batch((X,), (Y,)))[1]["loss"])
-
-
-def test_several_outputs_and_targets_go_to_the_loss():
-    def apply(variables, x, **options):
+    def two_outputs(variables, x, **_):
         return (x @ variables["params"], x[:, 0]), {}
 
     def loss(first, second, a, b):
         return (first - a) ** 2 + (second - b) ** 2
 
-    _, metrics = run(make_task(loss, apply), ff.Batch((X,), (Y, np.zeros(12, np.float32))))
-    expected = np.mean((X @ PARAMS - Y) ** 2 + X[:, 0] ** 2)
-    assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    def loss_of(task, *batch):
+        return run(task, ff.Batch(*batch))[1]["loss"]
 
-
-def test_unsupervised_data_has_no_targets():
-    _, metrics = run(make_task(lambda outputs: outputs**2), ff.Batch((X,), ()))
-    assert metrics["loss"] == pytest.approx(np.mean((X @ PARAMS) ** 2), rel=1e-5)
+    outputs, zeros = X @ PARAMS, np.zeros(12, np.float32)
+    squares = (outputs - Y) ** 2
+    named = loss_of(make_task(apply=by_name), {"image": X, "scale": 1 + zeros}, (Y,))
+    assert named == pytest.approx(np.mean(squares), rel=1e-5)
+    several = loss_of(make_task(loss, two_outputs), (X,), (Y, zeros))
+    assert several == pytest.approx(np.mean(squares + X[:, 0] ** 2), rel=1e-5)
+    unsupervised = loss_of(make_task(lambda outputs: outputs**2), (X,), ())
+    assert unsupervised == pytest.approx(np.mean(outputs**2), rel=1e-5)
 
 
 def test_each_stream_replica_and_step_has_a_key_of_its_own():
@@ -206,18 +196,13 @@ def test_targets_of_weight_zero_leave_no_mark_on_the_gradient(n_devices, anythin
     ids=["one output", "two outputs", "with updates", "two with updates", "a mapping"],
 )
 def test_an_apply_may_return_outputs_alone_or_a_pair_of_them_and_a_mapping(returned, n_outputs):
-    seen = []
-
     def loss(*arguments):
-        seen.append(len(arguments) - 1)
+        assert len(arguments) == n_outputs + 1
         return (jax.tree.leaves(arguments)[0] - arguments[-1]) ** 2
 
-    def apply(variables, x, rngs=None, mutable=None):
-        return returned(x @ variables["params"])
-
-    state, metrics = run(make_task(loss, apply), ff.Batch((X,), (Y,)))
+    task = make_task(loss, lambda variables, x, **_: returned(x @ variables["params"]))
+    _, metrics = run(task, ff.Batch((X,), (Y,)))
     assert metrics["loss"] == pytest.approx(np.mean((X @ PARAMS - Y) ** 2), rel=1e-5)
-    assert seen[0] == n_outputs
 
 
 @pytest.mark.parametrize(

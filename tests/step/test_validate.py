@@ -41,16 +41,12 @@ def test_large_values_whose_sum_overflows_are_finite_and_give_no_warning(dtype):
         check_finite(Batch((x,)), "The data")
 
 
-def test_targets_that_are_not_finite_are_found():
-    with pytest.raises(ValueError, match=r"target '0', 1 of 20 rows, the first of them row 5"):
-        check_finite(Batch((X,), (spoilt(Y, np.nan),)), "The data")
-
-
-def test_targets_of_weight_zero_may_be_anything():
+def test_targets_that_are_not_finite_are_found_if_their_weight_is_not_zero():
     batch = Batch((X,), (spoilt(Y, np.nan),), spoilt(np.ones(20), 0.0))
     check_finite(batch, "The data")
-    with pytest.raises(ValueError, match="target '0', 1 of 20 rows"):
-        check_finite(batch._replace(weights=np.ones(20)), "The data")
+    for weights in None, np.ones(20):
+        with pytest.raises(ValueError, match=r"target '0', 1 of 20 rows, the first of them row 5"):
+            check_finite(batch._replace(weights=weights), "The data")
 
 
 @pytest.mark.parametrize("value", [np.nan, -1.0])
@@ -59,23 +55,26 @@ def test_weights_that_are_no_weights_are_found(value):
         check_weights_of(Batch((X,), (Y,), spoilt(np.ones(20), value)), "The data")
 
 
+def loop_of(data, loss="mse", metrics=(), **options):
+    task = ff.TrainTask(ZEROS, optax.sgd(0.1), loss, data, metrics, **options)
+    return ff.TrainLoop(ZEROS, task, 0, stdout=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("as_data", [lambda *parts: [parts], lambda *parts: ff.ArrayStream(*parts)])
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("parts", "options", "message"),
     [
-        ((X, spoilt(Y, np.nan)), "target '0'"),
-        ((X, Y, spoilt(np.ones(20), np.nan)), "must be finite and not negative"),
-        ((X, Y, spoilt(np.ones(20), -1.0)), "must be finite and not negative"),
+        ((X, spoilt(Y, np.nan)), {}, "target '0'"),
+        ((X, Y, spoilt(np.ones(20), np.nan)), {}, "must be finite and not negative"),
+        ((X, Y, spoilt(np.ones(20), -1.0)), {}, "must be finite and not negative"),
+        ((X, Y, spoilt(np.ones(20), np.nan)), {"check_finite": False}, "weights.*must be finite"),
     ],
-    ids=["target", "weight", "negative weight"],
+    ids=["target", "weight", "negative weight", "weight alone"],
 )
-def test_a_loop_refuses_them_before_it_trains(as_data, parts, message):
-    module = nn.Dense(1)
-    task = ff.TrainTask(module.apply, optax.sgd(0.1), "mse", as_data(*parts))
-    loop = ff.TrainLoop(module.init, task, 0, stdout=False)
+def test_a_loop_refuses_them_before_it_trains(as_data, parts, options, message):
     with pytest.raises(ValueError, match=message):
-        next(loop)
+        next(loop_of(as_data(*parts), **options))
 
 
 @pytest.mark.slow
@@ -105,14 +104,12 @@ def confident(outputs, targets):
 
 @pytest.mark.parametrize("role", ["loss", "metrics"])
 def test_two_losses_in_a_tuple_are_no_values_with_weights(role):
-    def first_step(function):
-        given = {"loss": function} if role == "loss" else {"loss": "mse", "metrics": [function]}
-        task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), data=[(X, Y)], **given)
-        return ff.TrainLoop(nn.Dense(1), task, 0, stdout=False).next_step()
+    def given(function):
+        return {"loss": function} if role == "loss" else {"metrics": [function]}
 
-    assert np.isfinite(first_step(confident).loss)
+    assert np.isfinite(loop_of([(X, Y)], **given(confident)).next_step().loss)
     with pytest.raises(ValueError, match="is taken for weights, but it depends on the outputs"):
-        first_step(differences)
+        loop_of([(X, Y)], **given(differences)).next_step()
 
 
 def test_a_target_without_weight_is_found_by_token():
@@ -136,9 +133,8 @@ def test_missing_labels_may_be_nan_where_the_task_says_so(data):
 
     def losses(targets, loss, w=None, **options):
         given = data(X, targets) if w is None else data(X, targets, w)
-        task = ff.TrainTask(ZEROS, optax.sgd(0.1), loss, given, **options)
         evaluate = ff.EvalLoop(ff.EvalTask(ZEROS, [], given, loss=loss, **options))
-        loop = ff.TrainLoop(ZEROS, task, 0, stdout=False)
+        loop = loop_of(given, loss, **options)
         measured = evaluate.measure(loop.state)["loss"]
         return measured, loop.next_step().loss, jax.tree.leaves(loop.state.params)
 
@@ -148,13 +144,6 @@ def test_missing_labels_may_be_nan_where_the_task_says_so(data):
     found = losses(labels, masked, check_finite=False)
     expected = losses(np.nan_to_num(labels), "mse", weights)
     assert_close(found, expected, rtol=1e-6)
-
-
-def test_weights_are_checked_all_the_same():
-    data = [(X, Y, spoilt(np.ones(20), np.nan))]
-    task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), "mse", data, check_finite=False)
-    with pytest.raises(ValueError, match="weights.*must be finite"):
-        ff.TrainLoop(nn.Dense(1), task, 0, stdout=False).next_step()
 
 
 def spread(outputs, targets):
