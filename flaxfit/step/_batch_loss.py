@@ -44,8 +44,6 @@ def loss_of(
     batch: Batch,
     replicas: AnyReplicas,
     *,
-    n_parts: int = 1,
-    is_training: bool = False,
     rows_of: Callable[[], PyTree] | None = None,
 ) -> LossResult:
     """Computes the loss of the examples of this replica.
@@ -59,19 +57,26 @@ def loss_of(
       ValueError: its shape is not that of a loss, or the loss needs rows that no replica sees.
     """
     n = n_examples(batch)
+    is_training = isinstance(task, TrainTask)
+    n_parts = task.accumulate if is_training and task.across is None else 1
+    is_sequential = isinstance(replicas, VirtualReplicas) or n_parts > 1
+    may_gather = not (is_sequential or isinstance(task.loss, LossByOutput))
     result = _evaluate_loss(task, outputs, batch.targets, n)
-    divided = how_divided(replicas, n_parts)
-    reason = divided and _why_whole(task, result, outputs, batch.targets, n_parts, replicas)
+    divided = _how_divided(replicas, n_parts)
+    # With padding, or if it cannot gather, a trial checks that the examples are independent in it.
+    is_tried = task.pad or not may_gather
+    reason = divided and _why_whole(task, result, outputs, batch.targets, is_tried=is_tried)
     if divided and not reason and task.across is not None:
         reason = "it is declared to compare the examples of a batch"
     if not reason:
         return result
-    by_output = isinstance(task.loss, LossByOutput)
-    if isinstance(replicas, VirtualReplicas) or n_parts > 1 or by_output:
+    if not may_gather:
+        way_out = " Or set across='batch' in the task, which computes the loss from the outputs of"
+        way_out = "" if task.across is not None else f"{way_out} all parts."
         raise ValueError(
             f"Cannot compute this loss with {divided}: {reason}, so the mean over the parts of a "
             "batch is not the loss of the batch. Return one value per example that depends on "
-            f"that example alone: leave out the mean, and pass masks as weights.{_way_out(task)} "
+            f"that example alone: leave out the mean, and pass masks as weights.{way_out} "
             "With virtual_replicas such a loss cannot be computed, and losses by output need "
             "strategy=Sharded()."
         )
@@ -80,7 +85,7 @@ def loss_of(
     if is_training and task.across is None:
         # Replaced over the whole batch, as on one device: each replica would choose another row.
         targets = without_idle_rows(targets, weights)
-    if sees_replicas(task.loss, outputs, batch.targets):
+    if names_axis(jax.make_jaxpr(task.loss)(*outputs, *batch.targets)):  # It gathers by itself.
         own = jax.tree.map(lambda x: replicas.own(x, n), targets)
         return result if weights is None else _evaluate_loss(task, outputs, own, n)
     outputs = replicas.whole(outputs, n, None if rows_of is None else rows_of())
@@ -88,14 +93,6 @@ def loss_of(
     return result._replace(
         values=replicas.own(result.values, n) if result.values.ndim else result.values,
         weights=None if result.weights is None else replicas.own(result.weights, n),
-    )
-
-
-def _way_out(task: TrainTask | EvalTask) -> str:
-    if task.across is not None:
-        return ""
-    return (
-        " Or set across='batch' in the task, which computes the loss from the outputs of all parts."
     )
 
 
@@ -126,35 +123,20 @@ def _why_whole(
     result: LossResult,
     outputs: Outputs,
     targets: PyTree,
-    n_parts: int,
-    replicas: AnyReplicas,
+    *,
+    is_tried: bool,
 ) -> str:
     """Returns why the loss of a batch cannot be computed from its parts; "" if it can."""
     if result.values.ndim == 0:
         return "it is a scalar"
     if result.penalty is not None:
         return "its penalty is one number for the whole batch"
-    may_compare = not task.pad and bool([*losses_by_row(task.loss, outputs, targets)])
-    if may_compare and not is_tried(task, replicas, n_parts):
+    if not is_tried and [*losses_by_row(task.loss, outputs, targets)]:
         return "the value of an example may depend on the other examples of the batch"
     return ""
 
 
-def is_tried(task: TrainTask | EvalTask, replicas: AnyReplicas, n_parts: int) -> bool:
-    """Whether the examples of a divided batch are checked to be independent in the loss.
-
-    Otherwise, without padding, the loss receives the outputs of all replicas.
-    """
-    is_sequential = isinstance(replicas, VirtualReplicas) or n_parts > 1
-    return task.pad or is_sequential or isinstance(task.loss, LossByOutput)
-
-
-def sees_replicas(function: Function, outputs: Outputs, targets: PyTree) -> bool:
-    """Whether a loss or a metric reduces over the replicas itself."""
-    return names_axis(jax.make_jaxpr(function)(*outputs, *targets))
-
-
-def how_divided(replicas: AnyReplicas, n_parts: int) -> str:
+def _how_divided(replicas: AnyReplicas, n_parts: int) -> str:
     """Returns the option that divides a batch, for messages; "" if it is computed as a whole."""
     if n_parts > 1:
         return f"accumulate={n_parts}"

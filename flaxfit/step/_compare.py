@@ -53,8 +53,6 @@ def compare(
     batch: Batch,
     replicas: AnyReplicas,
     *,
-    n_parts: int = 1,
-    is_training: bool = False,
     rows_of: Callable[[], PyTree] | None = None,
 ) -> ForwardPass:
     """Applies the loss and the metrics to outputs and targets, in float32."""
@@ -67,22 +65,14 @@ def compare(
         replaced = task.loss.without_idle_targets(batch)
     result, sums = LossResult(), {}
     if task.loss is not None:
-        result = loss_of(
-            task,
-            outputs,
-            replaced,
-            replicas,
-            n_parts=n_parts,
-            is_training=is_training,
-            rows_of=rows_of,
-        )
+        result = loss_of(task, outputs, replaced, replicas, rows_of=rows_of)
         check_own_weights_of_all(task, given, result.weights)
         sums |= count_weights(result.weights)
         result = result._replace(weights=valid_weights(result.weights))
         sums["loss"] = sums_of_loss(task.loss, result, weights, outputs, replaced)
         sums |= labels_out_of_range(task.loss, weights, outputs, batch.targets)
     # Metrics need no gradient; in an eager run, this gives them concrete arrays.
-    measured = jax.lax.stop_gradient(outputs) if is_training else outputs
+    measured = jax.lax.stop_gradient(outputs) if isinstance(task, TrainTask) else outputs
     for name, metric in task.metrics.items():
         output = metric.output if isinstance(metric, MetricOfOutput) else OTHER_OUTPUTS
         targets = replaced.targets if is_loss_of_output(metric) else batch.targets
@@ -148,12 +138,11 @@ def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: 
     except ValueError as error:
         is_of_output = isinstance(metric, MetricOfOutput)
         if len(outputs) == 1 and isinstance(outputs[0], Mapping) and not is_of_output:
-            names = [*outputs[0]]
+            names = [*map(repr, outputs[0])]
             raise ValueError(
-                f"The metric {name!r} failed on a mapping of outputs, "
-                f"{', '.join(map(repr, names))}: {error}. Put the metrics of single outputs into "
-                f"lists by name: "
-                f"metrics={{{names[0]!r}: [{name!r}]}}."
+                f"The metric {name!r} failed on a mapping of outputs, {', '.join(names)}: {error}. "
+                f"Put the metrics of single outputs into lists by name: "
+                f"metrics={{{names[0]}: [{name!r}]}}."
             ) from error
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (outputs, targets)]
         error.add_note(f"The metric is {name!r}, of outputs {shapes[0]} and targets {shapes[1]}.")

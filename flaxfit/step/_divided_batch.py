@@ -15,6 +15,7 @@ from flaxfit.state import TrainState
 from flaxfit.step._compare import weight_sums
 from flaxfit.step._gradient import (
     Gradient,
+    Share,
     accumulated_gradient,
     count_parts,
     gradient,
@@ -45,9 +46,8 @@ class DividedBatch:
         def weight_of(replica: ArrayLike, part: Batch) -> PyTree:
             if not self.loss_has_weights:
                 return weight_sums(self.task.loss, part)
-            key = step_key(state.key, state.step, replica)
             find = weight_of_loss if self.task.across is None else weight_of_whole_loss
-            return find(self.task, state, part, key, self.replicas)
+            return find(self._share(state, replica, part))
 
         return self.replicas.sum(self.replicas.each(weight_of)(self.batch))
 
@@ -68,11 +68,13 @@ class DividedBatch:
         weight = jax.tree.map(lambda total: total / self.replicas.n, weights)
 
         def gradient_of(replica: ArrayLike, part: Batch) -> Gradient:
-            part = self._without_idle_targets(part)
-            key = step_key(state.key, state.step, replica)
-            arguments = self.task, state, part, key, weight, self.replicas
-            n_parts = count_parts(n_examples(part), self.task.accumulate)
-            return gradient(*arguments) if n_parts == 1 else gradient_of_parts(*arguments, n_parts)
+            share = self._share(state, replica, self._without_idle_targets(part))
+            n_parts = count_parts(share)
+            return (
+                gradient(share, weight)
+                if n_parts == 1
+                else gradient_of_parts(share, weight, n_parts)
+            )
 
         return self.replicas.each(gradient_of)(self.batch)
 
@@ -82,12 +84,14 @@ class DividedBatch:
             return self._of_gradient(self.gradient(state, self.weights(state)))
 
         def loss_of(replica: ArrayLike, part: Batch) -> tuple[PyTree, PyTree]:
-            part = self._without_idle_targets(part)
-            key = step_key(state.key, state.step, replica)
-            return loss_sums(self.task, state, part, key, self.replicas)
+            return loss_sums(self._share(state, replica, self._without_idle_targets(part)))
 
         sums, penalty = self.replicas.each(loss_of)(self.batch)
         return mean_of_sums(self.replicas.sum(sums), self.mean(penalty))
+
+    def _share(self, state: TrainState, replica: ArrayLike, part: Batch) -> Share:
+        key = step_key(state.key, state.step, replica)
+        return Share(self.task, state, part, key, self.replicas)
 
     def _without_idle_targets(self, part: Batch) -> Batch:
         """Replaces the targets of weight 0, unless the loss compares the others with them."""

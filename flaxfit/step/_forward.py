@@ -36,27 +36,24 @@ def forward(
     """Applies the model in training mode, then the loss and the metrics to its outputs."""
     if task.objective is not None:
         return objective_pass(task, state, batch, key)
-    n_parts = task.accumulate if task.across is None else 1
-    params, model_state = state.params, state.model_state
-    outputs, updates = apply_model(task, params, model_state, batch, rngs_of(task.rngs, key))
 
-    def outputs_of(batch: Batch) -> PyTree:
-        return apply_model(task, params, model_state, batch, rngs_of(task.rngs, key))[0]
+    def updated_by(batch: Batch) -> tuple[PyTree, Mapping[str, PyTree]]:
+        rngs = rngs_of(task.rngs, key)
+        return apply_model(task, state.params, state.model_state, batch, rngs)
 
+    outputs, updates = updated_by(batch)
     result = compare(
         task,
         outputs,
         batch,
         replicas,
-        n_parts=n_parts,
-        is_training=True,
-        rows_of=lambda: which_have_rows(outputs_of, batch),
+        rows_of=lambda: which_have_rows(lambda part: updated_by(part)[0], batch),
     )
     return result._replace(
         penalty=sum_of_penalties(result.penalty, updates),
         sown=sum_of_penalties(None, updates),
-        model_state=updated_state(model_state, updates),
-        not_added=not_added(updates, model_state),
+        model_state=updated_state(state.model_state, updates),
+        not_added=not_added(updates, state.model_state),
     )
 
 

@@ -30,57 +30,54 @@ class Gradient(NamedTuple):
     """The next `DynamicScale` of the loss; `()` without loss scaling."""
 
 
-def gradient(
-    task: TrainTask,
-    state: TrainState,
-    batch: Batch,
-    key: jax.Array,
-    weight: PyTree,
-    replicas: AnyReplicas,
-    n_parts: int = 1,
-) -> Gradient:
+class Share(NamedTuple):
+    """The batch of a replica, or a part of it, and what its loss depends on."""
+
+    task: TrainTask
+    state: TrainState
+    batch: Batch
+    key: jax.Array
+    replicas: AnyReplicas
+
+    def at(self, trained: Params) -> TrainState:
+        """Returns the state with these values of the trained parameters."""
+        return self.state.replace(params=merge(trained, self.state.params))
+
+
+def gradient(share: Share, weight: PyTree, n_parts: int = 1) -> Gradient:
     """Differentiates the loss of one part of a batch, `sum(w * loss) / weight + penalty / n_parts`.
 
     `weight` is the sum of weights of the whole batch, or sums by output, divided by the number of
     replicas.
     """
-    if task.example_grads_hook is not None:
-        return _gradient_by_example(task.example_grads_hook, task, state, batch, key, weight)
-    trained, scale = trained_params(task, state)
+    if (hook := share.task.example_grads_hook) is not None:
+        return _gradient_by_example(hook, share, weight)
+    trained, scale = trained_params(share)
 
     def objective(trained: Params) -> tuple[jax.Array, tuple[ForwardPass, PyTree]]:
-        at_params = state.replace(params=merge(trained, state.params))
-        result = forward(task, at_params, batch, key, replicas)
+        result = forward(*share._replace(state=share.at(trained)))
         penalty = 0 if result.penalty is None else result.penalty
-        mean = mean_loss(result, batch, weight, n_parts)
+        mean = mean_loss(result, share.batch, weight, n_parts)
         return mean + penalty / n_parts, (result, scale)
 
     grads, (result, next_scale) = grad_of(objective, scale)(trained)
     return Gradient(grads, result.sums, result.penalty, result.model_state, next_scale)
 
 
-def _gradient_by_example(
-    hook: Function,
-    task: TrainTask,
-    state: TrainState,
-    batch: Batch,
-    key: jax.Array,
-    weight: PyTree,
-) -> Gradient:
+def _gradient_by_example(hook: Function, share: Share, weight: PyTree) -> Gradient:
     """Sums the gradients of single examples, each after a hook.
 
     Example i has the random key `fold_in(key, i)`.
     """
-    trained, _ = trained_params(task, state)
+    trained, _ = trained_params(share)
 
     def of_example(row: Batch, key: jax.Array) -> Gradient:
         alone = jax.tree.map(lambda x: x[None], row)
 
         def loss(trained: Params) -> tuple[jax.Array, tuple[ForwardPass, jax.Array]]:
-            at_params = state.replace(params=merge(trained, state.params))
-            result = forward(task, at_params, alone, key)
-            _check_alone(result, state.model_state)
-            own = weight_sums(task.loss, alone)
+            result = forward(share.task, share.at(trained), alone, key)
+            _check_alone(result, share.state.model_state)
+            own = weight_sums(share.task.loss, alone)
             own = own if result.weights is None else sums_of_weights(result)
             if isinstance(own, Mapping):
                 raise ValueError(
@@ -98,8 +95,9 @@ def _gradient_by_example(
         )
         return Gradient(grads, result.sums, None, result.model_state, ())
 
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n_examples(batch)))
-    found = jax.vmap(of_example)(batch, keys)
+    numbers = jnp.arange(n_examples(share.batch))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(share.key, numbers)
+    found = jax.vmap(of_example)(share.batch, keys)
     grads, sums = (jax.tree.map(lambda x: x.sum(0), each) for each in (found.grads, found.sums))
     model_state = jax.tree.map(lambda x: x[0], found.model_state)
     return Gradient(grads, sums, None, model_state, ())
@@ -141,8 +139,9 @@ def hooked(name: str, hook: Function, grads: Params, *more: PyTree) -> Params:
     return like(found, grads)
 
 
-def trained_params(task: TrainTask, state: TrainState) -> tuple[Params, PyTree]:
+def trained_params(share: Share) -> tuple[Params, PyTree]:
     """Returns the trained parameters, and the `DynamicScale` of the loss or `()`."""
+    task, state, *_ = share
     scale: PyTree = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
     trained = mask(state.params, task.freeze)
     _check_trainable(trained)
@@ -178,15 +177,7 @@ def mean_loss(result: ForwardPass, batch: Batch, weight: PyTree, n_parts: int = 
     return _divided(loss[0], weight * (result.values.size // weights_of(batch).size))
 
 
-def accumulated_gradient(
-    task: TrainTask,
-    state: TrainState,
-    batch: Batch,
-    key: jax.Array,
-    weight: PyTree,
-    replicas: AnyReplicas,
-    n: int,
-) -> Gradient:
+def accumulated_gradient(share: Share, weight: PyTree, n: int) -> Gradient:
     """Sums the gradients of `n` parts of a batch, computed one after the other.
 
     Only the activations of one part are in memory. Part i has the random key `fold_in(key, i)`, and
@@ -194,62 +185,53 @@ def accumulated_gradient(
     """
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        at_part = state.replace(model_state=model_state)
-        found = gradient(task, at_part, part, key, weight, replicas, n)
+        found = gradient(_part_of(share, model_state, part, key), weight, n)
         return found.model_state, (found.grads, found.sums, found.penalty), found.scale
 
-    parts = in_parts(batch, n)
-    model_state, total, scales = over_parts(of_part, state.model_state, parts, key)
+    parts = in_parts(share.batch, n)
+    model_state, total, scales = over_parts(of_part, share.state.model_state, parts, share.key)
     grads, sums, penalty = total
     # All parts start from the same scale; a part that overflows lowers it.
     scale = jax.tree.map(lambda x: x.min(0), scales)
     return Gradient(grads, sums, None if penalty is None else penalty / n, model_state, scale)
 
 
-def weight_of_loss(
-    task: TrainTask, state: TrainState, batch: Batch, key: jax.Array, replicas: AnyReplicas
-) -> PyTree:
+def _part_of(share: Share, model_state: PyTree, batch: Batch, key: jax.Array) -> Share:
+    state = share.state.replace(model_state=model_state)
+    return share._replace(state=state, batch=batch, key=key)
+
+
+def weight_of_loss(share: Share) -> PyTree:
     """Returns the sum of loss weights times batch weights, or sums by output.
 
     The gradient is divided by it, so it needs a forward pass of its own; the compiler removes all
     operations of this pass that the weights do not depend on.
     """
-    return _forward_sums(
-        lambda result, n_parts: sums_of_weights(result), task, state, batch, key, replicas
-    )
+    return _forward_sums(lambda result, n_parts: sums_of_weights(result), share)
 
 
-def loss_sums(
-    task: TrainTask, state: TrainState, batch: Batch, key: jax.Array, replicas: AnyReplicas
-) -> tuple[PyTree, jax.Array | None]:
+def loss_sums(share: Share) -> tuple[PyTree, jax.Array | None]:
     """Returns the sums of the loss and the penalty, as in `gradient`, by a forward pass alone."""
 
     def loss_of(result: ForwardPass, n_parts: int) -> tuple[PyTree, jax.Array | None]:
         penalty = None if result.penalty is None else result.penalty / n_parts
         return result.sums["loss"], penalty
 
-    return _forward_sums(loss_of, task, state, batch, key, replicas)
+    return _forward_sums(loss_of, share)
 
 
-def _forward_sums(
-    added: Function,
-    task: TrainTask,
-    state: TrainState,
-    batch: Batch,
-    key: jax.Array,
-    replicas: AnyReplicas,
-) -> PyTree:
+def _forward_sums(added: Function, share: Share) -> PyTree:
     """Sums `added(forward pass, n_parts)` over the parts of a batch."""
-    n = count_parts(n_examples(batch), task.accumulate)
+    n = count_parts(share)
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        at_part = state.replace(model_state=model_state)
-        result = forward(task, at_part, part, key, replicas)
+        result = forward(*_part_of(share, model_state, part, key))
         return result.model_state, added(result, n), ()
 
+    model_state, key = share.state.model_state, share.key
     if n == 1:
-        return of_part(state.model_state, batch, key)[1]
-    return over_parts(of_part, state.model_state, in_parts(batch, n), key)[1]
+        return of_part(model_state, share.batch, key)[1]
+    return over_parts(of_part, model_state, in_parts(share.batch, n), key)[1]
 
 
 def sums_of_weights(result: ForwardPass) -> PyTree:
@@ -301,8 +283,9 @@ def over_parts(
     return model_state, total, listed
 
 
-def count_parts(n: int, wanted: int) -> int:
-    """Returns the largest divisor of `n` that is at most `wanted`."""
+def count_parts(share: Share) -> int:
+    """Returns the largest divisor of the number of examples that is at most `accumulate`."""
+    n, wanted = n_examples(share.batch), share.task.accumulate
     return next(parts for parts in range(min(wanted, n), 0, -1) if n % parts == 0)
 
 

@@ -12,7 +12,7 @@ from flaxfit.modules._functions import WRITTEN
 from flaxfit.optim._arguments import with_arguments
 from flaxfit.optim._demands import demands_explained
 from flaxfit.optim._freeze import carry_over, mask, merge
-from flaxfit.optim._spikes import Recent, stands_out
+from flaxfit.optim._spikes import stands_out
 from flaxfit.state import TrainState
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._divided_batch import DividedBatch, mean_of_sums
@@ -103,15 +103,19 @@ def make_train_step(
         if guards(task):
             is_good = _is_finite((grads, changed, sums["loss"]))
             if task.skip_above is not None:
-                is_counted = is_good & (is_used > 0)
-                is_spike, kept["recent"] = _judged(state, value, norm, task.skip_above, is_counted)
+                recent = state.opt_state.recent
+                is_spike, advanced = stands_out(recent, value, norm, task.skip_above)
+                kept["recent"] = _where(is_good & (is_used > 0), advanced, recent)
                 is_good &= ~is_spike
             # Zeroed, since NaN in the sums of a skipped batch would spoil the totals.
             sums = _where(is_good, sums, jax.tree.map(jnp.zeros_like, sums))
             sums["skipped_steps"] = (1 - is_good.astype(jnp.float32),)
             is_used *= is_good.astype(jnp.float32)
         if kept:
-            updated, unchanged = (_with(each, kept) for each in (updated, unchanged))
+            updated, unchanged = (
+                each.replace(opt_state=each.opt_state._replace(**kept))
+                for each in (updated, unchanged)
+            )
         if guards(task) or may_be_empty:
             # A select per array, not a branch: the update is computed, then dropped.
             updated = _where(is_used > 0, updated, unchanged)
@@ -150,19 +154,6 @@ def guards(task: TrainTask) -> bool:
     return task.skip_nonfinite or task.skip_above is not None or task.precision == "float16"
 
 
-def _judged(
-    state: TrainState,
-    loss: jax.Array,
-    norm: jax.Array,
-    n_deviations: float,
-    is_counted: jax.Array,
-) -> tuple[jax.Array, Recent]:
-    """Returns whether a step is a spike, and the updated ring of recent steps."""
-    recent = state.opt_state.recent
-    is_spike, advanced = stands_out(recent, loss, norm, n_deviations)
-    return is_spike, _where(is_counted, advanced, recent)
-
-
 def _arguments(value: jax.Array, grads: Params, loss: Function) -> dict[str, PyTree]:
     """Returns the extra arguments of an optimizer's update, by the names of `OPTAX_ARGUMENTS`."""
 
@@ -192,10 +183,6 @@ def _norm(leaves: Sequence[jax.Array]) -> jax.Array:
     large = [leaf for leaf in leaves if leaf.size > _SMALL or leaf.dtype != jnp.float32]
     joined = [jnp.concatenate([jnp.ravel(leaf) for leaf in small])] if small else []
     return optax.tree.norm([*large, *joined])
-
-
-def _with(state: TrainState, options: dict[str, PyTree]) -> TrainState:
-    return state.replace(opt_state=state.opt_state._replace(**options))
 
 
 def _is_finite(tree: PyTree) -> jax.Array:

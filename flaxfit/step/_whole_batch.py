@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flaxfit.data._batch import Batch, n_examples
-from flaxfit.optim._freeze import merge
-from flaxfit.state import TrainState
+from flaxfit.data._batch import Batch
 from flaxfit.step._compare import ForwardPass, compare
 from flaxfit.step._gradient import (
     Gradient,
+    Share,
     count_parts,
     grad_of,
     in_parts,
@@ -33,36 +32,28 @@ from flaxfit.step._model_call import (
     which_have_rows,
 )
 from flaxfit.step._random import rngs_of
-from flaxfit.step._replicas import AnyReplicas
-from flaxfit.task import TrainTask, in_float32
+from flaxfit.task import in_float32
 from flaxfit.tree import Params, PyTree
 
 
-def whole_batch_gradient(
-    task: TrainTask,
-    state: TrainState,
-    batch: Batch,
-    key: jax.Array,
-    weight: PyTree,
-    replicas: AnyReplicas,
-    n: int,
-) -> Gradient:
+def whole_batch_gradient(share: Share, weight: PyTree, n: int) -> Gradient:
     """Computes the gradient of a loss of all outputs; see `accumulated_gradient`.
 
     Memory holds the activations of one part, and the outputs of all parts.
     """
-    trained, scale = trained_params(task, state)
+    task, state, batch, key, _ = share
+    trained, scale = trained_params(share)
     parts = in_parts(batch, n)
-    outputs, model_state = _outputs_of(task, state, parts, key)
-    has_rows = _which_have_rows(task, state, batch, key)
-    slopes, result = _slopes(task, outputs, batch, weight, replicas, has_rows)
+    outputs, model_state = _outputs_of(share, parts)
+    has_rows = _which_have_rows(share)
+    slopes, result = _slopes(share, outputs, weight, has_rows)
 
     def of_part(model_state: PyTree, given: Any, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         part, slope = given
 
         def objective(trained: Params) -> tuple[jax.Array, PyTree]:
-            params = merge(trained, state.params)
-            found, updates = apply_model(task, params, model_state, part, rngs_of(task.rngs, key))
+            params, rngs = share.at(trained).params, rngs_of(task.rngs, key)
+            found, updates = apply_model(task, params, model_state, part, rngs)
             floats = _floats(in_float32(as_outputs(found)))
             # The gradient of <outputs, dL/d(outputs)> is that of L, by the chain rule.
             total = sum((jnp.vdot(x, s) for x, s in zip(floats, slope, strict=True)), jnp.zeros(()))
@@ -81,41 +72,36 @@ def whole_batch_gradient(
     return Gradient(grads, result.sums, penalty, model_state, scale)
 
 
-def weight_of_whole_loss(
-    task: TrainTask, state: TrainState, batch: Batch, key: jax.Array, replicas: AnyReplicas
-) -> PyTree:
+def weight_of_whole_loss(share: Share) -> PyTree:
     """As `weight_of_loss`, for a loss of all outputs."""
-    n = count_parts(n_examples(batch), task.accumulate)
+    n = count_parts(share)
     if n == 1:
-        return weight_of_loss(task, state, batch, key, replicas)
-    has_rows = _which_have_rows(task, state, batch, key)
-    outputs = _joined(_outputs_of(task, state, in_parts(batch, n), key)[0], has_rows)
-    return sums_of_weights(
-        compare(task, outputs, batch, replicas, is_training=True, rows_of=lambda: has_rows)
-    )
+        return weight_of_loss(share)
+    has_rows = _which_have_rows(share)
+    outputs = _joined(_outputs_of(share, in_parts(share.batch, n))[0], has_rows)
+    return sums_of_weights(_compared(share, outputs, has_rows))
 
 
-def _outputs_of(
-    task: TrainTask, state: TrainState, parts: Batch, key: jax.Array
-) -> tuple[tuple[PyTree, ...], PyTree]:
+def _compared(share: Share, outputs: tuple[PyTree, ...], has_rows: PyTree) -> ForwardPass:
+    """Applies the loss to the outputs of the whole batch."""
+    return compare(share.task, outputs, share.batch, share.replicas, rows_of=lambda: has_rows)
+
+
+def _outputs_of(share: Share, parts: Batch) -> tuple[tuple[PyTree, ...], PyTree]:
     """Returns the outputs of all parts, stacked, and the last model state."""
+    task, state, *_ = share
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         rngs = rngs_of(task.rngs, key)
         outputs, updates = apply_model(task, state.params, model_state, part, rngs)
         return updated_state(model_state, updates), (), in_float32(as_outputs(outputs))
 
-    model_state, _, outputs = over_parts(of_part, state.model_state, parts, key)
+    model_state, _, outputs = over_parts(of_part, state.model_state, parts, share.key)
     return outputs, model_state
 
 
 def _slopes(
-    task: TrainTask,
-    outputs: tuple[PyTree, ...],
-    batch: Batch,
-    weight: PyTree,
-    replicas: AnyReplicas,
-    has_rows: PyTree,
+    share: Share, outputs: tuple[PyTree, ...], weight: PyTree, has_rows: PyTree
 ) -> tuple[list[jax.Array], ForwardPass]:
     """Returns the derivatives of the loss by the stacked outputs, and its forward pass."""
     leaves, structure = jax.tree.flatten(outputs)
@@ -123,18 +109,16 @@ def _slopes(
     def loss(floats: list[jax.Array]) -> tuple[jax.Array, ForwardPass]:
         left = iter(floats)
         merged = structure.unflatten([next(left) if _is_float(x) else x for x in leaves])
-        whole = _joined(merged, has_rows)
-        result = compare(task, whole, batch, replicas, is_training=True, rows_of=lambda: has_rows)
+        result = _compared(share, _joined(merged, has_rows), has_rows)
         penalty = 0 if result.penalty is None else result.penalty
-        return mean_loss(result, batch, weight) + penalty, result
+        return mean_loss(result, share.batch, weight) + penalty, result
 
     return jax.grad(loss, has_aux=True)(_floats(outputs))
 
 
-def _which_have_rows(
-    task: TrainTask, state: TrainState, batch: Batch, key: jax.Array
-) -> tuple[PyTree, ...]:
+def _which_have_rows(share: Share) -> tuple[PyTree, ...]:
     """Returns a mask of the model's outputs with an axis of examples."""
+    task, state, batch, key, _ = share
 
     def outputs_of(batch: Batch) -> PyTree:
         rngs = rngs_of(task.rngs, key)

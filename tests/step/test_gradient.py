@@ -8,15 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from loops import assert_close, assert_equal, init_of, waves
+from loops import assert_close, assert_equal, init_of
 from marks import diagonal, thorough
 
 import flaxfit as ff
-from flaxfit.step._gradient import count_parts
+from flaxfit.step._gradient import Share, count_parts
 
 rng = np.random.default_rng(2)
 X = rng.normal(size=(48, 5)).astype(np.float32)
 Y = np.tanh(X @ rng.normal(size=(5, 3))).astype(np.float32)
+
+
+def waves(key, shape, dtype):
+    return 0.5 * np.cos(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
 
 
 class MLP(nn.Module):
@@ -41,7 +45,10 @@ def train(n_steps=4, n_devices=1, batch_size=12, norm=False, apply=None, of_loop
 
 
 def test_parts_are_as_many_as_divide():
-    assert [count_parts(n, 4) for n in (1, 2, 3, 4, 5, 6, 8, 9)] == [1, 2, 3, 4, 1, 3, 4, 3]
+    task = ff.TrainTask(MLP().apply, optax.sgd(0.1), "mse", accumulate=4)
+    sizes, one = (1, 2, 3, 4, 5, 6, 8, 9), Share(task, *[None] * 4)
+    shares = [one._replace(batch=ff.Batch((X[:n],))) for n in sizes]
+    assert [count_parts(share) for share in shares] == [1, 2, 3, 4, 1, 3, 4, 3]
 
 
 def test_microbatches_that_cannot_be_padded_must_divide():
