@@ -13,9 +13,6 @@ from flaxfit.tree import Array, ArrayLike, PyTree, Sums
 Totals: TypeAlias = dict[str, Array]
 """By dtype, an array `(2, n)`: the sums of that dtype, and their accumulated rounding errors."""
 
-_Layout: TypeAlias = tuple[PyTree, list[tuple[str, slice, tuple[int, ...]]]]
-"""The structure of a packed tree, and the vector, slice and shape of each leaf."""
-
 
 def zero_totals(sums: PyTree) -> Totals:
     """Makes totals of zeros on the host, for sums of these shapes and dtypes."""
@@ -40,16 +37,15 @@ def reader(like: PyTree) -> Callable[[Totals], PyTree]:
 
     The sums are float64 (or integer) arrays on the host. Reading waits for the device.
     """
-    structure, places = _layout(like)
-    floats = {dtype for dtype, _, _ in places if jnp.issubdtype(dtype, jnp.floating)}
+    unpack, leaves = unpacker(like), jax.tree.leaves(like)
+    floats = {str(x.dtype) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)}
 
     def whole(dtype: str, high: np.ndarray, low: np.ndarray) -> np.ndarray:
         return np.add(high, low, dtype=np.float64) if dtype in floats else high
 
     def read(totals: Totals) -> PyTree:
         # Not `jax.device_get`: its asynchronous copy takes longer than reading a few numbers.
-        sums = {dtype: whole(dtype, *np.asarray(x)) for dtype, x in totals.items()}
-        return structure.unflatten([sums[d][place].reshape(shape) for d, place, shape in places])
+        return unpack({dtype: whole(dtype, *np.asarray(x)) for dtype, x in totals.items()})
 
     return read
 
@@ -100,13 +96,8 @@ def pack(tree: PyTree) -> dict[str, jax.Array]:
     return {dtype: jnp.concatenate(parts) for dtype, parts in leaves.items()}
 
 
-def unpack(vectors: Mapping[str, Array], like: PyTree) -> PyTree:
-    """Restores a packed tree with the structure and shapes of `like`."""
-    structure, places = _layout(like)
-    return structure.unflatten([vectors[d][place].reshape(shape) for d, place, shape in places])
-
-
-def _layout(like: PyTree) -> _Layout:
+def unpacker(like: PyTree) -> Callable[[Mapping[str, Array]], PyTree]:
+    """Makes the inverse of `pack`, for trees with the structure and shapes of `like`."""
     leaves, structure = jax.tree.flatten(like)
     ends: dict[str, int] = {}
     places = []
@@ -115,7 +106,9 @@ def _layout(like: PyTree) -> _Layout:
         start = ends.get(dtype, 0)
         ends[dtype] = end = start + leaf.size
         places.append((dtype, slice(start, end), leaf.shape))
-    return structure, places
+    return lambda vectors: structure.unflatten(
+        [vectors[dtype][place].reshape(shape) for dtype, place, shape in places]
+    )
 
 
 def _two_sum(high: jax.Array, low: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -64,7 +64,6 @@ def which_have_rows(outputs_of: Function, batch: Batch) -> PyTree:
         return jax.eval_shape(lambda batch: as_outputs(outputs_of(batch)), resized)
 
     # Two sizes are traced: one shape cannot tell the batch axis from another axis of that size.
-
     return jax.tree.map(lambda one, two: one.shape[:1] != two.shape[:1], shapes(1), shapes(2))
 
 
@@ -100,9 +99,8 @@ def _updated(name: str, new: PyTree, old: PyTree) -> PyTree:
     before = flat(old)
     for path, leaf in flat(new).items():
         was = before[path]
-        is_rounded = jnp.issubdtype(leaf.dtype, jnp.inexact) > jnp.issubdtype(
-            was.dtype, jnp.inexact
-        )
+        is_float, was_float = (jnp.issubdtype(x.dtype, jnp.inexact) for x in (leaf, was))
+        is_rounded = is_float and not was_float
         if leaf.shape != was.shape or is_rounded:
             raise ValueError(
                 f"The model changes the state {name}/{path} from {was.dtype}{list(was.shape)} to "

@@ -50,8 +50,7 @@ def MultiTask(
     """
     tasks = dict(tasks)
     _check(tasks, weights)
-    streams = {name: as_stream(task.roles.of_data_set(task.data)) for name, task in tasks.items()}
-    stream = _Turns(streams, tasks, None if weights is None else dict(weights), seed)
+    stream = _Turns(tasks, None if weights is None else dict(weights), seed)
     known: dict[str, dict[Hashable, Traced]] = {name: {} for name in tasks}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Sums]]:
@@ -104,17 +103,13 @@ class _Turns:
     The first batch of every stream is fetched at once, as a sample to validate.
     """
 
-    def __init__(
-        self,
-        streams: dict[str, Any],
-        tasks: dict[str, TrainTask],
-        weights: dict[str, float] | None,
-        seed: int,
-    ):
-        self._streams, self._weights, self._seed = streams, weights, seed
-        self._tasks = tasks
-        self.shared = any(map(is_shared, streams.values()))
-        self._names = list(streams)
+    def __init__(self, tasks: dict[str, TrainTask], weights: dict[str, float] | None, seed: int):
+        self._tasks, self._weights, self._seed = tasks, weights, seed
+        self._streams: dict[str, Any] = {
+            name: as_stream(task.roles.of_data_set(task.data)) for name, task in tasks.items()
+        }
+        self.shared = any(map(is_shared, self._streams.values()))
+        self._names = list(tasks)
         self._n = 0
         self.samples: dict[str, Batch] = {}
         self._held: dict[str, tuple[Batch, Json]] = {}
@@ -129,10 +124,7 @@ class _Turns:
                 batch = self._next(name)
                 self.samples[name], self._held[name] = batch, (batch, position)
         name = self._whose_turn()
-        if name in self._held:
-            batch, _ = self._held.pop(name)
-        else:
-            batch = self._next(name)
+        batch = self._held.pop(name)[0] if name in self._held else self._next(name)
         self._n += 1
         if isinstance(batch.weights, Mapping):
             return Batch(batch.inputs, (_Turn(name, batch.targets, batch.weights),))
@@ -197,10 +189,9 @@ def _check(tasks: dict[str, TrainTask], weights: Mapping[str, float] | None) -> 
     optimizer = next(iter(tasks.values())).optimizer
     wrapped = [name for name, task in tasks.items() if hasattr(task.optimizer, "user")]
     if wrapped or any(task.optimizer is not optimizer for task in tasks.values()):
+        what = "The tasks have different optimizers"
         if wrapped:
             what = f"Options of the task {wrapped[0]!r} change its optimizer"
-        else:
-            what = "The tasks have different optimizers"
         raise ValueError(
             f"{what}, but all tasks share one state: give them the same optimizer, without freeze, "
             "clip_norm, ema, skip_above or float16 (optax.chain and MultiOptimizer clip and freeze "

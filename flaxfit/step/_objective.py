@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +32,6 @@ from flaxfit.tree import Function, Params, PyTree, Rngs, Sums, beside, fits, joi
 
 _Found = tuple[PyTree, Mapping[str, PyTree], PyTree]
 """Outputs, updated collections, and the new model state."""
-
-
-class ObjectiveResult(NamedTuple):
-    """The results of an objective for the examples of a replica."""
-
-    values: jax.Array
-    """`(batch, ...)`."""
-    weights: PyTree
-    """Weights beside the values, or None."""
-    aux: Mapping[str, PyTree]
-    """Further results by name: values by example, or pairs `(sum, weight)`."""
 
 
 class Calls:
@@ -118,12 +107,7 @@ class Calls:
         self.outputs.append(jax.tree.map(_untraced, outputs))
 
 
-def objective_pass(
-    task: TrainTask,
-    state: TrainState,
-    batch: Batch,
-    key: jax.Array,
-) -> ForwardPass:
+def objective_pass(task: TrainTask, state: TrainState, batch: Batch, key: jax.Array) -> ForwardPass:
     """Computes the objective of a task, which calls the model in training mode."""
 
     def run(params: Params, model_state: PyTree, inputs: PyTree, rngs: Rngs) -> _Found:
@@ -136,9 +120,8 @@ def objective_pass(
     calls = Calls(run, (params, average), model_state, keys)
     result = _objective_sums(task, calls, batch, rngs_of(task.rngs, key))
     penalties = [sum_of_penalties(None, updates) for updates in calls.updates]
-    penalties = [penalty for penalty in penalties if penalty is not None]
+    sown = sum_of_penalties(None, {"losses": penalties})
     names = {name for updates in calls.updates for name in updates}
-    sown = sum(penalties) if penalties else None
     return result._replace(
         penalty=sown,
         sown=sown,
@@ -183,7 +166,7 @@ def _objective_sums(
         named["ema"] = calls.ema
     objective: Any = task.objective
     try:
-        found = _called(functools.partial(objective, **named), calls, batch, rngs)
+        result, aux = _called(functools.partial(objective, **named), calls, batch, rngs)
     except KeyError as error:
         if (name := error.args[0]) not in rngs and isinstance(name, str):
             streams = ", ".join(rngs) or "none"
@@ -196,11 +179,12 @@ def _objective_sums(
         raise ValueError(
             "The objective did not call the model: compute its values from apply(*batch.inputs)."
         )
-    if found.weights is not None:
+    if result.weights is not None:
         check_own_weights("the objective", _replayed(task, rngs), tuple(calls.outputs), (batch,))
-    result = LossResult(found.values, valid_weights(found.weights))
-    sums = {"loss": sums_of_loss(None, result, weights, (), batch), **count_weights(found.weights)}
-    sums |= _sums_of_aux(found.aux, weights, result.weights)
+    sums = count_weights(result.weights)
+    result = result._replace(weights=valid_weights(result.weights))
+    sums["loss"] = sums_of_loss(None, result, weights, (), batch)
+    sums |= _sums_of_aux(aux, weights, result.weights)
     return ForwardPass(result.values, sums, (), result.weights)
 
 
@@ -232,8 +216,10 @@ def _rngs_of_call(names: Sequence[str], key: jax.Array | None, number: int) -> R
     return rngs_of(names, jax.random.fold_in(key, len(names) + number) if number else key)
 
 
-def _called(objective: Any, calls: Calls, batch: Batch, rngs: Rngs) -> ObjectiveResult:
-    """Calls an objective, and checks its results.
+def _called(
+    objective: Any, calls: Calls, batch: Batch, rngs: Rngs
+) -> tuple[LossResult, Mapping[str, PyTree]]:
+    """Calls an objective; returns its checked values and weights, and its further results.
 
     Raises:
       TypeError: it returned something other than values, weights and a mapping.
@@ -261,7 +247,7 @@ def _called(objective: Any, calls: Calls, batch: Batch, rngs: Rngs) -> Objective
     own = None
     if weights:
         own = beside(jnp.asarray(weights[0], float), values.shape, "The objective")
-    return ObjectiveResult(values, own, in_float32(dict(aux)))
+    return LossResult(values, own), in_float32(dict(aux))
 
 
 def _sums_of_aux(

@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from flax.core.scope import subtract_filters
 from flaxfit.data._batch import Batch
 from flaxfit.modules._switch import in_evaluation
 from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
-from flaxfit.step._companions import with_states
+from flaxfit.step._companions import Task, with_states
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._forward import forward, forward_eval
 from flaxfit.step._jaxpr import computes_in_16_bits, equations, holds, names_axis
@@ -28,8 +28,6 @@ _DRAWS = "random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rn
 _HIDING = "stop_gradient", "custom_jvp_call"
 STATISTICS = "batch_stats"
 """The collection of BatchNorm's running statistics, which depend on the division."""
-
-Task = TypeVar("Task", bound=TrainTask | EvalTask)
 
 
 def has_statistics(task: TrainTask | EvalTask, state: PyTree) -> bool:

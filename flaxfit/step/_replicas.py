@@ -7,7 +7,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from flaxfit.step._metric_totals import pack, unpack
+from flaxfit.step._metric_totals import pack, unpacker
 from flaxfit.tree import ArrayLike, Function, PyTree, is_key
 
 
@@ -128,7 +128,7 @@ class VirtualReplicas:
         if self._axis is None:
             return total
         vectors = pack(total)
-        total = unpack({dtype: self._across(vectors[dtype]) for dtype in vectors}, total)
+        total = unpacker(total)({dtype: self._across(vectors[dtype]) for dtype in vectors})
         return self._isolated(lambda total: total, total)
 
     def mean(self, found: PyTree) -> PyTree:

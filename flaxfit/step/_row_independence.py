@@ -210,7 +210,8 @@ def _results(pair: _Pair) -> list[Known]:
             is_kept = name != "custom_jvp_call" or pair.is_rule or _keeps_derivatives(pair, found)
             return found if is_kept else pair.all(None)
         return pair.all(None)
-    if not any(_differ(pair)) and all(each == FREE for each in operands):
+    is_one_size = all(one == two for one, two in _shapes(pair.one, pair.two))
+    if is_one_size and all(each == FREE for each in operands):
         return pair.all(FREE if pair.agree() else None)
     if name == "random_bits":  # Independent rows, although another size draws other numbers.
         return pair.all(pair.rows if operands == [FREE] else None)
@@ -243,11 +244,6 @@ def _keeps_derivatives(pair: _Pair, found: list[Known]) -> bool:
     except Exception:  # It has none, such as for integers.
         return False
     return pair._replace(is_rule=True).kinds(rules, given) == found * 2
-
-
-def _differ(pair: _Pair) -> list[bool]:
-    """Returns, by result, whether its shape differs between the programs."""
-    return [one != two for one, two in _shapes(pair.one, pair.two)]
 
 
 def _broadcast(pair: _Pair, axis: int) -> bool:

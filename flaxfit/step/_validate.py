@@ -96,24 +96,22 @@ def inspect(
     if data is not None or not is_resumed:
         _check_data(task, batch, data)
 
-    def pass_of(task: TrainTask | EvalTask) -> Function:
-        def pass_forward(state: PyTree, batch: Batch) -> ForwardPass:
-            if isinstance(task, EvalTask):
-                return forward_eval(task, state, batch, state.key if task.rngs else None)
-            return forward(task, state, batch, state.key)
-
-        return pass_forward
-
     known, key = {} if known is None else known, structure_of((state, batch))
     traced = known.get(key)
     if traced is None:
         with calls_explained(batch.inputs, batch.targets), _explained(task, batch):
-            traced = trace(bind(taking_states(task, pass_of)), state, batch, states_of(task))
+            traced = trace(bind(taking_states(task, _pass_of)), state, batch, states_of(task))
     result = traced.shapes
     check_adds_loss(task, result.penalty)
     task = for_all_outputs(task, result.outputs, batch)
     if result.values is not None:
-        _check_loss(task.loss, result, batch, data)
+        if task.loss is not None:
+            check_values(task.loss, result.outputs, data or batch)
+        if result.values.ndim == 0 and batch.weights is not None:
+            raise ValueError(
+                "Weights cannot be applied to a loss that returns a scalar: return one value per "
+                f"example, of shape ({n_examples(batch)},), without taking the mean."
+            )
     check_classes(task, batch)
     if key not in known:
         if traced.program is not None:
@@ -129,6 +127,15 @@ def inspect(
             traced = traced._replace(hints=tuple(hints))
         known[key] = traced = traced._replace(values=None, program=None)
     return traced
+
+
+def _pass_of(task: TrainTask | EvalTask) -> Function:
+    def run(state: PyTree, batch: Batch) -> ForwardPass:
+        if isinstance(task, EvalTask):
+            return forward_eval(task, state, batch, state.key if task.rngs else None)
+        return forward(task, state, batch, state.key)
+
+    return run
 
 
 def inspect_step(
@@ -242,17 +249,6 @@ def _check_by_row(
 
 def _measured(metric: Any, weights: Array, *outputs_and_targets: PyTree) -> Sums:
     return metric.measure(*outputs_and_targets, weights=weights)
-
-
-def _check_loss(loss: Any, result: ForwardPass, batch: Batch, data: Batch | None) -> None:
-    """Checks the values of labels on the host, and that a weighted loss is not a scalar."""
-    if loss is not None:
-        check_values(loss, result.outputs, data or batch)
-    if result.values.ndim == 0 and batch.weights is not None:
-        raise ValueError(
-            "Weights cannot be applied to a loss that returns a scalar: return one value per "
-            f"example, of shape ({n_examples(batch)},), without taking the mean."
-        )
 
 
 def _check_data(task: TrainTask | EvalTask, batch: Batch, data: Batch | None) -> None:

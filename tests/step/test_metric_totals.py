@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.step._metric_totals import add, compute, pack, reader, unpack, zero_totals
+from flaxfit.step._metric_totals import add, compute, pack, reader, unpacker, zero_totals
 
 SUMS = {"loss": (np.float32(0.1), np.float32(1)), "counts": np.ones((2, 3), np.int32)}
 
@@ -52,7 +52,7 @@ def test_what_was_packed_is_unpacked():
     tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": [jnp.int32(7), jnp.ones(2)]}
     vectors = pack(tree)
     assert {dtype: v.shape for dtype, v in vectors.items()} == {"float32": (8,), "int32": (1,)}
-    jax.tree.map(np.testing.assert_array_equal, unpack(vectors, tree), tree)
+    jax.tree.map(np.testing.assert_array_equal, unpacker(tree)(vectors), tree)
 
 
 def test_the_sums_of_a_count_are_not_divided():

@@ -67,14 +67,6 @@ def preference_by_hand():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [thorough("bfloat16"), "float16"])
-def test_it_calls_a_model_of_low_precision_with_inputs_of_its_own(precision):
-    low = loop_of(preference, precision=precision, **FROZEN).next_step()
-    assert low.loss == pytest.approx(loop_of(preference, **FROZEN).next_step().loss, rel=1e-2)
-    assert low.state.params["kernel"].dtype == np.float32
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
     [("data parallel", 2), ("fsdp", 2), *(thorough(name, 1) for name in STRATEGIES)],
@@ -134,7 +126,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "plain" else thorough(n) for n in OPTIONS])
+MARKS = dict.fromkeys(OPTIONS, thorough) | {"plain": pytest.param, "float16": slow}
+
+
+@pytest.mark.parametrize("name", [mark(name) for name, mark in MARKS.items()])
 def test_one_call_is_a_loss_bit_for_bit(name):
     def run(**given):
         data = ff.ArrayStream(CHOSEN, LABELS, batch_size=BATCH, epochs=1, drop_remainder=True)
@@ -225,12 +220,12 @@ def test_fit_and_evaluate_report_the_objective():
             "did not call the model: compute its values from apply",
         ),
         (
-            lambda a, b, r: (a(b.inputs[0])[:, 0],) + ({"loss": b.inputs[0]},),
+            lambda a, b, r: (a(b.inputs[0])[:, 0], {"loss": b.inputs[0]}),
             ValueError,
             "cannot report loss: the loop reports its own number",
         ),
         (
-            lambda a, b, r: (a(b.inputs[0])[:, 0],) + ({"val_x": b.inputs[0]},),
+            lambda a, b, r: (a(b.inputs[0])[:, 0], {"val_x": b.inputs[0]}),
             ValueError,
             "cannot report val_x: it would pass for a",
         ),

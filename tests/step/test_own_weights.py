@@ -165,7 +165,7 @@ def test_weights_of_a_whole_batch_that_depend_on_the_outputs_see_the_dropout_of_
     def norm(**options):
         data = ff.ArrayStream(X[:16, 0], (), batch_size=16)
         task = ff.TrainTask(Dropping(), optax.sgd(0.5), paired, data, **options)
-        options = {"grad_norm": True, "stdout": False, "devices": jax.devices()[:1]}
-        return ff.TrainLoop(Dropping(0).init, task, 0, **options).next_step().metrics["grad_norm"]
+        given = {"grad_norm": True, "stdout": False, "devices": jax.devices()[:1]}
+        return ff.TrainLoop(Dropping(0).init, task, 0, **given).next_step().metrics["grad_norm"]
 
     assert norm(across="batch") == pytest.approx(norm(pad=False), rel=1e-6)
