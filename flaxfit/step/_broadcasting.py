@@ -34,11 +34,13 @@ def check_by_row(
     Raises:
       ValueError: it broadcasts.
     """
-    if not jax.tree.leaves(targets) or not _takes_any_number(function, outputs, targets):
+    if not jax.tree.leaves(targets):
         return
     try:
+        # A function that requires equal numbers, as it should, fails here.
+        jax.eval_shape(function, *_resized(outputs, _N_OUTPUTS), *_resized(targets, _N_TARGETS))
         combines_rows = _combines_rows(function, outputs, targets)
-    except Exception:  # It may depend on the model, and not run on its own.
+    except Exception:  # Or it depends on the model, and does not run on its own.
         return
     if combines_rows:
         shapes = [[leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (outputs, targets)]
@@ -70,15 +72,6 @@ def check_sums(name: str, measure: Function, outputs: PyTree, targets: PyTree) -
             "added element by element over batches and devices. Return sums, such as counts by "
             "class or by bin. For a value of all outputs at once use a callback that calls predict."
         )
-
-
-def _takes_any_number(function: Function, outputs: PyTree, targets: PyTree) -> bool:
-    outputs, targets = _resized(outputs, _N_OUTPUTS), _resized(targets, _N_TARGETS)
-    try:
-        jax.eval_shape(function, *outputs, *targets)
-    except Exception:  # It requires equal numbers, as it should.
-        return False
-    return True
 
 
 def _combines_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:

@@ -54,11 +54,8 @@ class DividedBatch:
     @property
     def n_examples(self) -> jax.Array:
         """The number of examples over all replicas."""
-
-        def count(replica: ArrayLike, part: Batch) -> jax.Array:
-            return jnp.asarray(n_examples(part), jnp.float32)
-
-        return self.replicas.sum(self.replicas.each(count)(self.batch))
+        count = self.replicas.each(lambda replica, part: jnp.float32(n_examples(part)))
+        return self.replicas.sum(count(self.batch))
 
     def gradient(self, state: TrainState, weights: PyTree) -> Gradient:
         """Computes the `Gradient` of each replica, before reduction."""
@@ -69,12 +66,9 @@ class DividedBatch:
 
         def gradient_of(replica: ArrayLike, part: Batch) -> Gradient:
             share = self._share(state, replica, self._without_idle_targets(part))
-            n_parts = count_parts(share)
-            return (
-                gradient(share, weight)
-                if n_parts == 1
-                else gradient_of_parts(share, weight, n_parts)
-            )
+            if (n_parts := count_parts(share)) == 1:
+                return gradient(share, weight)
+            return gradient_of_parts(share, weight, n_parts)
 
         return self.replicas.each(gradient_of)(self.batch)
 

@@ -144,7 +144,16 @@ def trained_params(share: Share) -> tuple[Params, PyTree]:
     task, state, *_ = share
     scale: PyTree = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
     trained = mask(state.params, task.freeze)
-    _check_trainable(trained)
+    whole = [
+        f"{path} ({leaf.dtype})"
+        for path, leaf in flat(trained).items()
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if whole:
+        raise ValueError(
+            f"Cannot train {', '.join(whole[:5])}: only floating-point parameters have gradients. "
+            "Name their paths in freeze=, or keep them in another collection than params."
+        )
     return trained, scale
 
 
@@ -287,19 +296,6 @@ def count_parts(share: Share) -> int:
     """Returns the largest divisor of the number of examples that is at most `accumulate`."""
     n, wanted = n_examples(share.batch), share.task.accumulate
     return next(parts for parts in range(min(wanted, n), 0, -1) if n % parts == 0)
-
-
-def _check_trainable(trained: Params) -> None:
-    whole = [
-        f"{path} ({leaf.dtype})"
-        for path, leaf in flat(trained).items()
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    if whole:
-        raise ValueError(
-            f"Cannot train {', '.join(whole[:5])}: only floating-point parameters have gradients. "
-            "Name their paths in freeze=, or keep them in another collection than params."
-        )
 
 
 def _divided(total: jax.Array, weight: jax.Array) -> jax.Array:

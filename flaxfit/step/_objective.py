@@ -1,5 +1,6 @@
 """Objectives: losses that call the model themselves, `f(apply, batch, rngs) -> values`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,36 +35,29 @@ _Found = tuple[PyTree, Mapping[str, PyTree], PyTree]
 """Outputs, updated collections, and the new model state."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Calls:
     """The `apply` of an objective: `apply(*inputs, rngs=None, **named) -> outputs`.
 
     Each call starts from the model state that the previous call left, and has its own random keys
     unless `rngs` is given. Keys change by Python call: a call traced in a `lax.scan` repeats them.
     A model that updates collections cannot be called within `jax.grad` or similar transformations.
-
-    Args:
-      run: `(params, model_state, inputs, rngs) -> (outputs, updates, model_state)`.
-      params: the parameters, and their average for `ema`.
-      model_state: the collections beside the parameters.
-      rngs_of_call: `index of the call -> keys by stream`.
     """
 
-    def __init__(
-        self,
-        run: Callable[[Params, PyTree, PyTree, Rngs], _Found],
-        params: tuple[Params, Params],
-        model_state: PyTree,
-        rngs_of_call: Callable[[int], Rngs],
-    ):
-        self._run, self._rngs_of_call = run, rngs_of_call
-        self._params, self._average = params
-        self.model_state = model_state
-        self.is_called, self._number = False, 0
-        # Tracers are recorded as shapes and dtypes: they must not leave a `jax.grad` in the user's
-        # code.
-        self.outputs: list[PyTree] = []
-        """The outputs of the model and of companions, in the order of the calls."""
-        self.updates: list[Mapping[str, PyTree]] = []
+    _run: Callable[[Params, PyTree, PyTree, Rngs], _Found]
+    """`(params, model_state, inputs, rngs) -> (outputs, updates, model_state)`."""
+    _params: Params
+    _average: Params
+    """The averaged parameters, for `ema`."""
+    model_state: PyTree
+    """The collections beside the parameters."""
+    _rngs_of_call: Callable[[int], Rngs]
+    """`index of the call -> keys by stream`."""
+    _number: int = 0
+    is_called: bool = False
+    outputs: list[PyTree] = dataclasses.field(default_factory=list)
+    """The outputs of the model and of companions, in the order of the calls."""
+    updates: list[Mapping[str, PyTree]] = dataclasses.field(default_factory=list)
 
     def __call__(self, *inputs: PyTree, rngs: Rngs | None = None, **named: PyTree) -> PyTree:
         """Applies the model; named inputs are keyword arguments of its call."""
@@ -104,6 +98,7 @@ class Calls:
         return call
 
     def _note(self, outputs: PyTree) -> None:
+        # Tracers, which must not leave a `jax.grad` in the user's code, as shapes and dtypes.
         self.outputs.append(jax.tree.map(_untraced, outputs))
 
 
@@ -117,7 +112,7 @@ def objective_pass(task: TrainTask, state: TrainState, batch: Batch, key: jax.Ar
     params, model_state = state.params, state.model_state
     average = like(merge(state.opt_state.average, params), params) if takes_ema(task) else params
     keys = functools.partial(_rngs_of_call, task.rngs, key)
-    calls = Calls(run, (params, average), model_state, keys)
+    calls = Calls(run, params, average, model_state, keys)
     result = _objective_sums(task, calls, batch, rngs_of(task.rngs, key))
     penalties = [sum_of_penalties(None, updates) for updates in calls.updates]
     sown = sum_of_penalties(None, {"losses": penalties})
@@ -146,7 +141,7 @@ def objective_measured(
         return in_float32(call(apply, state.variables, inputs, **given)), {}, model_state
 
     # Evaluation measures one set of weights, which `ema` uses as well.
-    calls = Calls(run, ((), ()), (), functools.partial(_rngs_of_call, task.rngs, key))
+    calls = Calls(run, (), (), (), functools.partial(_rngs_of_call, task.rngs, key))
     result = _objective_sums(task, calls, batch, options.get("rngs", {}))
     if not task.metrics:
         return result
