@@ -59,18 +59,17 @@ def loss_of(
     n = n_examples(batch)
     is_training = isinstance(task, TrainTask)
     n_parts = task.accumulate if is_training and task.across is None else 1
-    is_sequential = isinstance(replicas, VirtualReplicas) or n_parts > 1
-    may_gather = not (is_sequential or isinstance(task.loss, LossByOutput))
+    may_gather = n_parts == 1 and not isinstance(task.loss, LossByOutput)
     result = _evaluate_loss(task, outputs, batch.targets, n)
     divided = _how_divided(replicas, n_parts)
     # With padding, or if it cannot gather, a trial checks that the examples are independent in it.
-    is_tried = task.pad or not may_gather
+    is_tried = task.pad or not may_gather or isinstance(replicas, VirtualReplicas)
     reason = divided and _why_whole(task, result, outputs, batch.targets, is_tried=is_tried)
     if divided and not reason and task.across is not None:
         reason = "it is declared to compare the examples of a batch"
     if not reason:
         return result
-    if not may_gather:
+    if isinstance(replicas, VirtualReplicas) or not may_gather:
         way_out = " Or set across='batch' in the task, which computes the loss from the outputs of"
         way_out = "" if task.across is not None else f"{way_out} all parts."
         raise ValueError(
