@@ -179,6 +179,7 @@ def test_a_step_takes_batches_that_were_made_from_its_own_state():
         assert loop.next_step((param * batch, param * batch)).metrics == {"seen": expected}
 
 
+@pytest.mark.slow
 def test_a_model_is_fitted_by_a_step_of_its_own_and_measured_as_ever():
     module, optimizer = nn.Dense(1, kernel_init=nn.initializers.zeros), optax.adam(0.2)
 

@@ -100,6 +100,7 @@ def test_a_loss_may_read_what_the_model_has_left_in_the_same_pass(strategy):
     assert found["penalty_left"] == 2 and found["loss"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [thorough("one device"), "two devices"])
 def test_a_loss_may_name_the_axis_of_replicas(strategy):
     def loss(outputs, targets):

@@ -174,7 +174,7 @@ def test_an_option_that_does_not_go_with_it_is_refused(options, words):
     [
         ({"loss": lambda y, t: jnp.mean((y - t) ** 2)}, "the loss is one number"),
         ({"loss": lambda y, t: (jnp.mean((y - t) ** 2, (1, 2)), y.sum())}, "has a penalty"),
-        ({"apply": Counting()}, "updates counts/n in training"),
+        slow({"apply": Counting()}, "updates counts/n in training"),
         slow({"apply": WithStatistics()}, "updates batch_stats/.*/mean, batch_stats/.*/var in"),
         (
             {"hook": lambda grads: {"w": grads["w"]}},

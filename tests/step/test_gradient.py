@@ -153,6 +153,7 @@ def poisoned():
     return [(X[i : i + 12], y[i : i + 12]) for i in range(0, 48, 12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [thorough(1), 2])
 @pytest.mark.parametrize("norm", [thorough(False), True])
 def test_a_step_that_is_not_finite_leaves_the_whole_state(n_devices, norm):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from loops import assert_close, assert_equal
-from marks import thorough
+from marks import slow, thorough
 from strategies import strategies
 
 import flaxfit as ff
@@ -62,7 +62,7 @@ assert_same = functools.partial(assert_close, rtol=2e-5, atol=1e-6)
     ("strategy", "accumulate"),
     [
         thorough("one device", 1),
-        ("data-parallel", 2),
+        slow("data-parallel", 2),
         thorough("FSDP", 1),
         thorough("virtual replicas", 2),
     ],
@@ -147,6 +147,7 @@ def test_an_optimizer_that_takes_more_of_the_gradient_has_no_hook():
         assert "would bypass grads_hook" in "".join(error.value.__notes__)
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_a_hook_sees_no_other_gradient():
     def update(grads, state, params=None, **more):
         assert more.keys() == {"value"}

@@ -126,7 +126,7 @@ OPTIONS = {
 }
 
 
-MARKS = dict.fromkeys(OPTIONS, thorough) | {"plain": pytest.param, "float16": slow}
+MARKS = dict.fromkeys(OPTIONS, thorough) | dict.fromkeys(("plain", "float16"), slow)
 
 
 @pytest.mark.parametrize("name", [mark(name) for name, mark in MARKS.items()])
@@ -385,7 +385,7 @@ def test_it_takes_turns_with_a_loss():
     assert np.isfinite(loop.next_step().metrics["a/loss"])
 
 
-@pytest.mark.parametrize("monitor", ["loss", slow("val_loss"), slow("right"), "val_right"])
+@pytest.mark.parametrize("monitor", [*map(slow, ("loss", "val_loss", "right")), "val_right"])
 def test_what_it_reports_can_be_monitored(monitor):
     stopping = EarlyStopping(monitor, mode="auto" if "loss" in monitor else "max", patience=5)
     options = {"objective": scored, "strategy": ff.DataParallel(DEVICES[:1])}
@@ -401,7 +401,9 @@ def follows_average(apply, batch, rngs, ema):
     return jnp.square(guesses - goals).sum(-1), jax.nn.softmax(goals).max(-1), {"goal": goals}
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), [("data parallel", 2), thorough("fsdp", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"), [slow("data parallel", 2), thorough("fsdp", 1)]
+)
 def test_the_average_is_a_fixed_target_on_every_strategy(strategy, accumulate):
     def run(strategy, **options):
         options = {"params": THREE, "ema": 0.5, "freeze": "bias", **options}

@@ -168,7 +168,7 @@ DISTINCT = np.arange(20, dtype=np.float32)[:, None]
         ({"pad": False}, "across='batch'"),
         slow({"pad": False, "strategy": ff.Sharded()}, "across='batch'"),
         slow({"pad": False, "run_eagerly": True}, "across='batch'"),
-        ({"across": "batch", "strategy": ff.Sharded()}, "one weight per example"),
+        slow({"across": "batch", "strategy": ff.Sharded()}, "one weight per example"),
     ],
     ids=["devices", "sharded", "eager", "by output"],
 )
