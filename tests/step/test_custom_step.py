@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from loops import assert_close, waves
+from loops import assert_close, assert_equal, waves
 
 import flaxfit as ff
 
@@ -118,6 +118,10 @@ def test_two_networks_are_trained_as_by_hand():
         KeyError, match="no metric 'loss'; it has d_loss, g_loss. A custom step reports"
     ):
         print(found[-1].loss)
+    resumed = make_gan()
+    resumed.restore(found[0])
+    *_, last = resumed
+    assert_equal(last.state.params, found[-1].state.params)
 
 
 @pytest.mark.slow
@@ -164,6 +168,21 @@ def test_a_metric_of_the_task_computes_with_the_sums_of_its_name():
     task = ff.TrainTask(step=step, data=[REAL, REAL], metrics={"error": mae})
     checkpoint = list(ff.TrainLoop(init, task, 0, first_checkpoint=9, stdout=False))[-1]
     assert checkpoint.metrics == pytest.approx({"error": np.abs(REAL).mean(), "seen": 80})
+
+
+@pytest.mark.slow
+def test_a_contrastive_loss_sees_the_whole_batch():
+    def contrast(one, other):
+        numbers = jnp.arange(len(one))
+        return optax.softmax_cross_entropy_with_integer_labels(one @ other.T, numbers).mean()
+
+    def step(state, batch):
+        return state, {"loss": contrast(*batch.inputs)}
+
+    views = REAL[:32], REAL[:32] + np.float32(0.1)
+    loop = loop_of(step, [(views, ())], lambda *_: {"params": np.zeros(2)})
+    assert isinstance(loop.strategy, ff.Sharded)
+    assert loop.next_step().loss == pytest.approx(float(contrast(*views)), rel=1e-5)
 
 
 @pytest.mark.slow
