@@ -157,6 +157,12 @@ def test_it_computes_in_the_precision_of_the_task_and_returns_float32():
     assert outputs.dtype == np.float32
 
 
+def test_gradients_pass_through_its_inputs():
+    teacher = function_of((lambda v, x: x @ v["params"], {"params": np.ones((WIDTH, 3))}))
+    slope = jax.grad(lambda x: teacher(x).sum())(X)
+    np.testing.assert_array_equal(slope, np.full_like(X, 3))
+
+
 def first_step(objective, companion, **options):
     task = task_of(companion, objective, data=ff.ArrayStream(X, LABELS, batch_size=8), **options)
     state = ff.TrainState.create(task.optimizer, {"params": PARAMS})

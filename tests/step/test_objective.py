@@ -67,6 +67,14 @@ def preference_by_hand():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", [thorough("bfloat16"), "float16"])
+def test_it_calls_a_model_of_low_precision_with_inputs_of_its_own(precision):
+    low = loop_of(preference, precision=precision, **FROZEN).next_step()
+    assert low.loss == pytest.approx(loop_of(preference, **FROZEN).next_step().loss, rel=1e-2)
+    assert low.state.params["kernel"].dtype == np.float32
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
     [("data parallel", 2), ("fsdp", 2), *(thorough(name, 1) for name in STRATEGIES)],
