@@ -70,8 +70,12 @@ def loss_of(
     if not reason:
         return result
     if isinstance(replicas, VirtualReplicas) or not may_gather:
-        way_out = " Or set across='batch' in the task, which computes the loss from the outputs of"
-        way_out = "" if task.across is not None else f"{way_out} all parts."
+        way_out = ""
+        if task.across is None:
+            way_out = (
+                " Or set across='batch' in the task, which computes the loss from the outputs of "
+                "all parts."
+            )
         raise ValueError(
             f"Cannot compute this loss with {divided}: {reason}, so the mean over the parts of a "
             "batch is not the loss of the batch. Return one value per example that depends on "
