@@ -35,7 +35,7 @@ class SwapEMA:
         self._is_due = False
 
     def attach(self, loop: TrainLoop) -> None:
-        """Checks that the loop keeps an average, and that no `fit` drives it, as it uses that."""
+        """Checks that the loop keeps an average, and that the loop is not driven by `fit`."""
         if loop.fit_call is not None:
             raise ValueError(
                 "SwapEMA is for loops: Model(ema=...) already evaluates, predicts and exports with "
