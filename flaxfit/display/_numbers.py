@@ -14,7 +14,7 @@ def is_scalar(value: ArrayLike) -> bool:
 
 
 def number(value: float, width: int | None = None) -> str:
-    """Returns a measured value: 4 decimals, or an exponent where these say little.
+    """Returns a measured value: 4 decimals, or an exponent where these show too few digits.
 
     It has fewer decimals where it would be longer than `width`.
     """
