@@ -151,7 +151,7 @@ def _of_all_replicas(axis_name: str, *rows: jax.Array) -> tuple[jax.Array, list[
         n_replicas = jax.lax.psum(1, axis_name)
     except NameError:  # Nothing is mapped over such an axis.
         n_replicas = 1
-    if n_replicas == 1:  # Without a gather, as a program that names the axis is trusted with it.
+    if n_replicas == 1:  # No gather: a program that names the axis is trusted to use it.
         return numbers, list(rows)
     numbers += jax.lax.axis_index(axis_name) * len(numbers)
     return numbers, [jax.lax.all_gather(x, axis_name, tiled=True) for x in rows]

@@ -1,4 +1,4 @@
-"""The cross-entropies, and the divergence, of distributions over classes."""
+"""Cross-entropies of distributions over classes, and their divergence."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The loss of sequences of labels that are not aligned with the outputs."""
+"""CTC: the loss of label sequences that are not aligned with the outputs."""
 
 import jax
 import jax.numpy as jnp

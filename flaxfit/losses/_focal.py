@@ -1,4 +1,4 @@
-"""Cross-entropies that weigh easy or noisy examples less."""
+"""Cross-entropies that give easy or noisy examples less weight."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The losses of margins."""
+"""Hinge losses: penalties of margins that are too small."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The losses of masks: how little two sets overlap, by example."""
+"""Losses of segmentation masks by example: one minus the overlap with the target."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Losses of regression, elementwise, and of vectors; targets have the shape of the outputs."""
+"""Losses for regression and for vectors; targets have the shape of the outputs."""
 
 import jax
 import jax.numpy as jnp
