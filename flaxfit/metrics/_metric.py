@@ -208,7 +208,7 @@ def _summed(values: Function, name: str | None) -> Function:
 
 
 def weights_of(values: Array, weights: Array | None = None) -> jax.Array:
-    """One floating weight for every element, from the weights of the examples or tokens."""
+    """Returns a float weight for every element, from weights of examples or tokens."""
     dtype = jnp.promote_types(jnp.result_type(values), jnp.float32)
     if weights is None:
         return jnp.ones(values.shape, dtype)

@@ -34,7 +34,7 @@ RESERVED = (
     "learning_rate",
 )
 """The names under which a loop reports its own numbers."""
-# What a loop may report besides its loss and the metrics of the task.
+# Numbers that a loop may report besides its loss and the metrics of the task.
 _MAY_BE_THERE = {*RESERVED, "param_norm"} - {"loss"}
 
 Modes = Mapping[str, str | None]
