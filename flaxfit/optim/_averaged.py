@@ -1,4 +1,4 @@
-"""Averages of parameters: the moving one of `ema=`, and that of schedule-free optimizers."""
+"""Averages of parameters: the moving average of `ema=`, and that of schedule-free optimizers."""
 
 from collections.abc import Mapping
 
