@@ -1,4 +1,4 @@
-"""TemplateOf: what to read a checkpoint into, where that depends on what it records."""
+"""TemplateOf: makes the template of a checkpoint from the facts that it records."""
 
 import dataclasses
 from collections.abc import Callable
