@@ -19,7 +19,7 @@ _RESERVED = (*_POSITIONAL, "ema")
 
 
 class Companion(NamedTuple):
-    """A frozen model beside the one that is trained."""
+    """A frozen model that an objective calls besides the trained one."""
 
     apply: Function
     """`apply(variables, *inputs)`, in evaluation mode."""
@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
 
 def are_same(some: Mapping[str, Companion], others: Mapping[str, Companion]) -> bool:
-    """Whether the companions of two tasks were made from the same objects."""
+    """Returns whether the companions of two tasks were made from the same objects."""
     return some.keys() == others.keys() and all(
         a is b for name in some for a, b in zip(some[name].given, others[name].given, strict=False)
     )

@@ -152,7 +152,7 @@ class LossByOutput:
 
 
 def are_numbered(names: Iterable[str]) -> bool:
-    """Whether outputs have the default names of a list of losses, "output_0" and so on."""
+    """Returns whether outputs have the default names of a list of losses, "output_0" and so on."""
     return all(re.fullmatch(r"output_\d+", name) for name in names)
 
 
@@ -210,7 +210,7 @@ def weight_of(loss: Any, weights: Any) -> float:
 
 
 def is_number(value: object) -> bool:
-    """Whether an option is a number other than a bool."""
+    """Returns whether an option is a number other than a bool."""
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 

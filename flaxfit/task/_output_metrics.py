@@ -113,5 +113,5 @@ def with_names(task: Any, outputs: PyTree) -> PyTree:
 
 
 def is_loss_of_output(metric: metrics.Metric) -> bool:
-    """Whether a metric reports the loss of one output."""
+    """Returns whether a metric reports the loss of one output."""
     return isinstance(getattr(getattr(metric.values, "func", None), "__self__", None), LossByOutput)

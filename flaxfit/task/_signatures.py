@@ -8,7 +8,7 @@ from flaxfit.tree import Function, parameters
 
 
 def takes_ema(task: Any) -> bool:
-    """Whether the objective receives the model with averaged parameters as `ema`.
+    """Returns whether the objective receives the model with averaged parameters as `ema`.
 
     An objective with a default for `ema` receives it only if the task keeps an average. In an
     `EvalTask`, `ema` is the measured model itself.
