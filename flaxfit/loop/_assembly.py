@@ -122,7 +122,7 @@ def _key_of(item: PyTree) -> tuple[Hashable, list[PyTree]]:
 
 
 def _key_of_several(items: Sequence[PyTree]) -> tuple[Hashable, list[PyTree]]:
-    """As `_key_of` for several items, with leaves grouped; None if their signatures differ."""
+    """Like `_key_of` for several items, with leaves grouped; None if their signatures differ."""
     keys, leaves = zip(*map(_key_of, items), strict=True)
     if keys[0] is None or keys.count(keys[0]) < len(keys):
         return None, []
@@ -130,7 +130,7 @@ def _key_of_several(items: Sequence[PyTree]) -> tuple[Hashable, list[PyTree]]:
 
 
 def _stacked(arrays: Sequence[Array]) -> Array:
-    """Stacks arrays where they are: on their devices, or on the host faster than `np.stack`."""
+    """Stacks arrays on their devices, or on the host, faster than `np.stack`."""
     places = {getattr(array, "sharding", None) for array in arrays}
     if len(places) == 1 and None not in places:
         return _stack(arrays)
@@ -143,7 +143,7 @@ _stack = jax.jit(jnp.stack)
 
 
 def _takes_arrays(item: PyTree, prepared: PreparedBatch) -> bool:
-    """Whether the batch's leaves are the item's own arrays, in order, with no user weights."""
+    """Returns whether the batch's leaves are the item's arrays, in order, with no user weights."""
     if prepared.is_weighted and not prepared.data:
         return False
     given = jax.tree.leaves(item)

@@ -216,12 +216,12 @@ def _keras_arguments(signature: inspect.Signature) -> str | None:
 
 
 def borrows(callback: Function) -> bool:
-    """Whether a callback only reads a checkpoint, so that its arrays need no copy."""
+    """Returns whether a callback only reads a checkpoint, so that its arrays need no copy."""
     return getattr(callback, "borrows", False) or getattr(owner_of(callback), "borrows", False)
 
 
 def unfreezes(callback: Function) -> bool:
-    """Whether a callback unfreezes parameters: a run then resumes with the saved `freeze`."""
+    """Returns whether a callback unfreezes parameters, so that a run resumes with its `freeze`."""
     return getattr(owner_of(callback), "unfreezes", False)
 
 

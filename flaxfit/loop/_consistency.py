@@ -133,5 +133,5 @@ def _words(leaf: Array) -> Array:
 
 
 def _is_held(leaf: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether a leaf is an array, not a shape, and this process can address all of it."""
+    """Returns whether a leaf is an array, not a shape, and this process can address all of it."""
     return getattr(leaf, "is_fully_addressable", not isinstance(leaf, jax.ShapeDtypeStruct))

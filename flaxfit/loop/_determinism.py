@@ -20,7 +20,7 @@ def say_if_inexact(say: Callable[[str], None], platform: str) -> None:
 
 
 def is_inexact(platform: str, flags: str) -> bool:
-    """Whether two runs of the same programs may differ in their bits.
+    """Returns whether two runs of the same programs may differ in their bits.
 
     >>> is_inexact("gpu", ""), is_inexact("gpu", "--xla_gpu_deterministic_ops=true")
     (True, False)

@@ -179,7 +179,7 @@ def _values_of(task: TrainTask | EvalTask) -> Function:
 
 
 def _replaces_targets(task: TrainTask | EvalTask, batch: Batch) -> bool:
-    """Whether targets of weight 0, which may be invalid, are replaced in a task without padding.
+    """Returns whether targets of weight 0, which may be invalid, are replaced without padding.
 
     With padding, a loss that compares examples is refused in any case.
     """
@@ -225,7 +225,7 @@ def _advanced(before: PyTree, after: PyTree, n_steps: int) -> PyTree:
 
 
 def _is_number(x: Any) -> bool:
-    """Whether a leaf is an array of one number."""
+    """Returns whether a leaf is an array of one number."""
     return np.size(x) == 1 and jnp.issubdtype(getattr(x, "dtype", bool), jnp.number)
 
 

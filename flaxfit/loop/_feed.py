@@ -212,7 +212,7 @@ class Feed:
         return batch
 
     def decide_given(self, why_not: str, batch: Batch) -> None:
-        """As `decide`, for given batches, which are padded only to a multiple of the devices."""
+        """Like `decide`, for given batches, which are padded only to a multiple of the devices."""
         self._given_padders = {_form_of(batch): self._make_given(why_not)}
         self.is_decided_for_given = True
 

@@ -28,6 +28,6 @@ def warn_of_idle_gpu() -> None:
 
 
 def sees_gpu(root: Path = Path("/")) -> bool:
-    """Whether the driver exposes an NVIDIA GPU, as a device file or through WSL."""
+    """Returns whether the driver exposes an NVIDIA GPU, as a device file or through WSL."""
     is_wsl = (root / "dev/dxg").exists() and shutil.which("nvidia-smi") is not None
     return is_wsl or any((root / "dev").glob("nvidia[0-9]*"))

@@ -14,7 +14,7 @@ from flaxfit.tree import Data, PyTree
 
 
 def knows_rows(stream: Data) -> bool:
-    """Whether several processes divide the batches of a stream by row numbers, as `ArrayStream`.
+    """Returns whether processes divide a stream's batches by row numbers, such as an `ArrayStream`'s.
 
     Other streams yield only this process's rows.
     """

@@ -133,7 +133,7 @@ class Padder:
 
 
 def may_be_whole(task: TrainTask | EvalTask, strategy: Strategy) -> bool:
-    """Whether neither task nor strategy pads a batch or divides its rows."""
+    """Returns whether neither task nor strategy pads a batch or divides its rows."""
     is_undivided = strategy.axis_name is None and strategy.virtual_replicas is None
     return task.keeps_whole and is_undivided and strategy.n_processes == 1
 

@@ -49,7 +49,7 @@ class StepsPerCall:
 
 
 def next_is_slow(stepper: Any) -> bool:
-    """Whether steps like the next one run slowly in a loop.
+    """Returns whether steps like the next one run slowly in a loop.
 
     It depends on the next batch alone, so that a resumed run groups steps as before.
     """

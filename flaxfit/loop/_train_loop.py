@@ -137,9 +137,9 @@ class TrainLoop:
         self.schedule = Schedule(first_checkpoint, n_steps_per_checkpoint, n_steps)
         """Which steps yield a checkpoint; can be set."""
         self.on = Observers()
-        """What is called while it trains, beside the callbacks."""
+        """Functions that the loop calls between steps, besides its callbacks."""
         self.fit_call: FitCall | None = None
-        """The latest call of `fit`; None in a loop of the user's own."""
+        """The call of `fit` that drives the loop, or that drove it last; None without `fit`."""
         self.start: Any = None
         """The checkpoint file that the run was restored from, or None."""
         self.stopped = False
@@ -157,20 +157,20 @@ class TrainLoop:
         )
         self.steps_per_call = steps_per_call
         self._warn_of_loss = LossWarning(self.say)
-        self._watch = Stopwatch()  # Of the steps since the latest checkpoint.
-        self._due: Delivery | None = None  # A checkpoint that some callbacks have not seen yet.
+        self._watch = Stopwatch()  # Training time since the latest checkpoint.
+        self._due: Delivery | None = None  # Still to be passed to some callbacks.
         self._phase, self._is_finishing = "", False
         self._not_taken_over: Sequence[str] = ()
         CallbackList(callbacks).attach_first(self)
         self._begin(init, rnkey, input_sample, callbacks)
         self._first_step = self.step
         self._last = as_checkpoint(self.start)  # The latest checkpoint, without its arrays.
-        # No training yet, no `restore`, no other data.
+        # Until it trains, restores a state, or gets other data.
         self._is_at_start = True
         self.stopped = self._last is not None and self._last.stop
         self.callbacks = callbacks
 
-    # Driving the loop: each is a choice of where to train to.
+    # Driving the loop: each method trains to another step.
 
     def __iter__(self) -> Self:
         return self
@@ -185,7 +185,7 @@ class TrainLoop:
         if self.stopped:
             self._say_if_complete()
             self._end()
-        # Steps past an end that was set to an earlier step are still to be shown.
+        # If `n_steps` was set to an earlier step, a last checkpoint is still due.
         target = (lambda: self.step) if is_done else self._next_target()
         checkpoint = self._train_to(target, n_total=self.n_steps)
         if checkpoint is None and self.n_steps is not None and self.step < self.n_steps:
@@ -265,11 +265,11 @@ class TrainLoop:
             if checkpoint is None:
                 return self.close()
             yield self.owned(checkpoint) if copy else checkpoint
-            del checkpoint  # A copy that a callback was given is not to be held while training.
+            del checkpoint  # Free the copy that a callback received before the next step.
             if self.stopped:
                 return self.close()
 
-    # How it trains.
+    # Training.
 
     @by_one_thread
     def _train_to(
@@ -290,10 +290,10 @@ class TrainLoop:
             if self._due is None and not stepper.tally.n_steps and not stepper.cursor.ended:
                 for observe in self.on.before_span:
                     observe(stepper.step)
-            # Processes may be asked to finish at different steps: a checkpoint decides for all.
+            # Processes may be told to finish at different steps; they agree at a checkpoint.
             is_alone, schedule, end = not stepper.consistency.is_needed, None, 0
             while self._due is None:
-                if schedule is not self.schedule:  # Set by an observer, or not yet read.
+                if schedule is not self.schedule:  # First pass, or an observer has set another.
                     schedule, end = self.schedule, target()
                 is_watched = self.on.after_step or self.on.before_step
                 stepper.spacing = 1 if is_watched else self.schedule.every
@@ -311,7 +311,7 @@ class TrainLoop:
         return self._deliver()
 
     def _say_start(self) -> None:
-        """Says what the run trains and on what; `fit` says it together with its data."""
+        """Prints the model and the devices; `fit` prints them itself, with its data."""
         if self._not_taken_over:
             self.say(f"from {self.start.path}: {'; '.join(self._not_taken_over)}")
         if self.fit_call is None:
@@ -325,8 +325,8 @@ class TrainLoop:
         return None if self.fit_call is None else self.fit_call.epoch()
 
     def _next_target(self, last: int | None = None) -> Callable[[], int]:
-        """The step of the next checkpoint; a function, as the schedule may change on the way."""
-        # After steps that no checkpoint has shown, one may still be due at this very step.
+        """Returns a function that returns the next checkpoint step of the current schedule."""
+        # Steps without a checkpoint, as after an error: one may be due at the current step.
         here = self.step - bool(self.n_completed_steps)
         return lambda: self.schedule.after(here, last)
 
@@ -345,7 +345,7 @@ class TrainLoop:
             self._reset()
 
     def _deliver(self) -> Checkpoint | None:
-        """Shows the checkpoint to the callbacks; after an exception, to those still waiting."""
+        """Calls the callbacks with the checkpoint; after an exception, the remaining ones."""
         if self._due is None:
             return None
         stepper = self._stepper
@@ -357,15 +357,15 @@ class TrainLoop:
         return checkpoint
 
     def _settle(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Adds what callbacks have set, and whether it is the last, before it is saved."""
+        """Adds to the checkpoint what callbacks have set, and whether the run ends with it."""
         tuned = [] if self._due is None else self._due.tuned
         if tuned and self.step == checkpoint.step and hasattr(checkpoint.state, "opt_state"):
-            # The callbacks remember that they have set these: a resumed run needs both.
+            # Saved with the states of the callbacks, which will not set them again on resume.
             is_borrowed = checkpoint.is_borrowed
             checkpoint = with_settings(self._stepper, checkpoint, tuned)
-            if is_borrowed:  # It has the present state, of which others may be frozen now.
+            if is_borrowed:  # It lends the current state; other parameters may be frozen by now.
                 checkpoint = checkpoint.replace(running=get_running(self._stepper))
-        # A callback may have called `finish` just now.
+        # A callback may have called `finish`.
         wanted, self._is_finishing = checkpoint.stop or self._is_finishing, False
         stop = self._stepper.consistency.stop(wanted)
         return checkpoint if stop == checkpoint.stop else checkpoint.replace(stop=stop)
@@ -384,16 +384,16 @@ class TrainLoop:
             f"{_REPEATED}."
         )
 
-    # How it begins, or continues from another state.
+    # Starting, and continuing from another state.
 
     def _begin(self, init: Any, rnkey: Any, input_sample: Any, callbacks: Any) -> None:
-        """Begins with a new state, a given one, or that of a reader; see `__init__`."""
+        """Starts from a new state, the given one, or the one a reader restores."""
         stepper = self._stepper
         task, strategy = stepper.task, stepper.strategy
 
         def sample() -> PyTree:
             with self.in_phase("training"):
-                is_batch = isinstance(input_sample, Batch)  # Whose columns were found before.
+                is_batch = isinstance(input_sample, Batch)  # Its columns already have roles.
                 given = task.roles.inputs_of(input_sample if is_batch else (input_sample,))
                 batch = stepper.first_batch() if input_sample is None else given
             return normalize(batch, is_whole=task.keeps_whole).inputs
@@ -425,7 +425,7 @@ class TrainLoop:
         self._forget_delivery()
         self._last, self._is_at_start = None, False
         self._reset()
-        # Those of a state alone are unknown: it may be one from before they were unfrozen.
+        # A bare state does not say when its parameters were unfrozen.
         set_generations(self._stepper, generations_of(self._stepper.task.optimizer))
         if (running := getattr(checkpoint, "running", None)) is not None:
             set_running(self._stepper, running, self.say)
@@ -433,18 +433,18 @@ class TrainLoop:
             self._stepper.tally.resume(checkpoint)
 
     def _forget_delivery(self) -> None:
-        """Forgets a checkpoint that callbacks are still to get, unless they are getting it now."""
+        """Drops a checkpoint that waits for callbacks, unless they are being called with it."""
         if self._phase != "callbacks":
             self._due = None
         if self._due is not None:
             self._due.tuned.clear()
 
     def _reset(self) -> None:
-        """Starts a new count."""
+        """Resets the counts and sums since the latest checkpoint."""
         self._stepper.reset_totals()
         self._watch.reset()
 
-    # What it holds.
+    # State and metrics.
 
     @property
     def step(self) -> int:
@@ -461,7 +461,7 @@ class TrainLoop:
         """The training state: an unreplicated copy, which stays valid."""
         check_thread(self)
         copy = self._copy or self._stepper.strategy.collect
-        # A function that JAX traces may ask for it.
+        # It may be read within a trace, as by a jitted function.
         with self._stepper.interrupts.held(), jax.ensure_compile_time_eval():
             return self._stepper.placed.copied(copy)
 
@@ -490,7 +490,7 @@ class TrainLoop:
 
     @property
     def revision(self) -> tuple[int, ...]:
-        """Identifies the present state: its step, and how often something was set."""
+        """Identifies the present state: its step, and a count of changes from outside."""
         return self._stepper.revision
 
     def restore(self, state: TrainState | Checkpoint) -> None:
@@ -514,7 +514,7 @@ class TrainLoop:
         self._resume(state, checkpoint)
 
     def snapshot(self) -> Checkpoint | None:
-        """Returns a checkpoint of this moment, which callbacks do not see.
+        """Returns a checkpoint of the current step, without calling callbacks.
 
         The count continues. Resuming from it, by `restore` or from a file, reproduces this loop's
         metrics exactly. Returns None if that is not possible: while callbacks run, or while a
@@ -541,7 +541,7 @@ class TrainLoop:
 
     @property
     def input_shapes(self) -> PyTree:
-        """The shapes and dtypes of the inputs of the first batch trained on; None before."""
+        """The shapes and dtypes of the inputs of the first batch; None before training."""
         batch = self._stepper.feed.shapes
         return None if batch is None else batch.inputs
 
@@ -555,14 +555,14 @@ class TrainLoop:
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        """Sets the phase for a while, so that work for the loop is watched as its own."""
+        """Sets the phase within a `with` block, for work that others do for the loop."""
         before, self._phase = self._phase, phase
         try:
             yield
         finally:
             self._phase = before
 
-    # What a step costs.
+    # The cost of a step.
 
     def step_flops(self, batch_size: int | None = None) -> float:
         """The floating-point operations of one step on all devices, as XLA counts them.
@@ -580,7 +580,7 @@ class TrainLoop:
         return self.step_cost(batch_size).flops
 
     def step_cost(self, batch_size: int | None = None) -> StepCost:
-        """The operations of one step, as `step_flops`, and whether some are recomputation.
+        """Returns the operations of one step, and whether some recompute activations.
 
         >>> loop.step_cost().flops == loop.step_flops()
         True
@@ -716,7 +716,7 @@ class TrainLoop:
         self._stepper.set_data(data)
         self._forget_delivery()
         self._reset()
-        self._last = None  # Its position and batch size are those of the data before.
+        self._last = None  # It holds the position and batch size of the previous data.
         self.stopped = self._is_finishing = self._is_at_start = False
 
     @property
@@ -744,11 +744,11 @@ class TrainLoop:
 
     @property
     def dispatch_watchers(self) -> list[Observer]:
-        """As `watchers`, for functions that need not see each step."""
+        """Like `watchers`, for functions that need not see every step."""
         return self.on.after_dispatch
 
     def close(self) -> None:
-        """Closes all callbacks; the end of an iteration does so by itself.
+        """Closes all callbacks, as the end of an iteration does.
 
         >>> loop.close()
         """
@@ -795,8 +795,8 @@ class TrainLoop:
         )
 
     def __setattr__(self, name: str, value: object) -> None:
-        # An option of the task, set here, would be kept and read by nothing: `loop.clip_norm = 1`.
-        is_ours = type(self).__module__.startswith("flaxfit.")  # Others keep what they like.
+        # Nothing would read an option of the task that is set on the loop: `loop.clip_norm = 1`.
+        is_ours = type(self).__module__.startswith("flaxfit.")  # Subclasses may store anything.
         if is_ours and (name in _OPTIONS or name in _RATES) and not hasattr(type(self), name):
             advice = f"use TrainLoop(loop.state, dataclasses.replace(loop.task, {name}=...))"
             if name in _RATES:

@@ -100,7 +100,7 @@ def _of_batch(old: Array, low: Array, start: Array, high: Array) -> Array:
 
 
 def _merged(old: PyTree, new: PyTree, share: Array) -> PyTree:
-    """Merges statistics with those of a batch that has this share of the examples.
+    """Merges statistics with those of a batch that holds this fraction of the examples.
 
     Source: Chan, Golub, LeVeque (1979), "Updating Formulae and a Pairwise Algorithm for Computing
     Sample Variances".
