@@ -55,7 +55,7 @@ class Instance:
                 raise  # With `error`, a failed step may have consumed the donated weights.
 
     def is_changed(self) -> bool:
-        """Whether attributes were changed since the last `follow`."""
+        """Returns whether attributes were changed since the last `follow`."""
         if self._attributes is not None and self._attributes.were_changed():
             self._is_changed = True
         if self._is_changed and self._is_fitting:

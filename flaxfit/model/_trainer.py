@@ -204,7 +204,7 @@ class Trainer:
             self.starting_point.begin(inputs, notes_shapes=notes_shapes)
 
     def begin_with(self, data: Data, *, notes_shapes: bool = False) -> Data:
-        """As `begin`, with the inputs of the first batch; returns the data with that batch."""
+        """Like `begin`, with the inputs of the first batch; returns the data with that batch."""
         first: list[PyTree] = []
         batches = one_pass(data)
 
