@@ -126,7 +126,7 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
 
 
 def _is_of_a_name(error: Exception) -> bool:
-    """Whether a name is missing for reasons that have nothing to do with the arguments."""
+    """Returns whether a name is missing for reasons that have nothing to do with the arguments."""
     given = getattr(error, "obj", None)  # None: unknown, as in errors of tracers.
     is_other = not hasattr(given, "shape") and not isinstance(given, Mapping | Sequence)
     return isinstance(error, NameError) or (given is not None and is_other)
@@ -217,7 +217,7 @@ def _advice(stepper: Any) -> str:
 
 
 def _is_from_flaxfit(error: BaseException) -> bool:
-    """Whether flaxfit itself raised an error, which then needs no note."""
+    """Returns whether flaxfit itself raised an error, which then needs no note."""
     *_, last = None, *traceback.walk_tb(error.__traceback__)
     return last is None or Path(last[0].f_code.co_filename).is_relative_to(_PACKAGE)
 

@@ -58,7 +58,7 @@ def forward(
 
 
 def returns_weights(task: TrainTask, state: TrainState, batch: Batch) -> bool:
-    """Whether the loss or the objective returns weights with its values; traces it."""
+    """Returns whether the loss or the objective returns weights with its values; traces it."""
 
     def weights(state: TrainState, batch: Batch) -> PyTree:
         return forward(task, state, batch, state.key).weights
@@ -105,7 +105,7 @@ def forward_eval(
 
 
 def _adds_losses(task: EvalTask) -> bool:
-    """Whether to request the model's own losses, through `mutable`."""
+    """Returns whether to request the model's own losses, through `mutable`."""
     if handle_of(task.apply) is not None:
         return True
     taken = parameters(task.apply)

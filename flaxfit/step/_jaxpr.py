@@ -38,12 +38,12 @@ def with_derivatives(equation: JaxprEqn) -> Any:
 
 
 def holds(program: Jaxpr, name: str) -> bool:
-    """Whether a jaxpr, or any inner one, holds a primitive of this name."""
+    """Returns whether a jaxpr, or any inner one, holds a primitive of this name."""
     return any(equation.primitive.name == name for equation in equations(program))
 
 
 def computes_in_16_bits(program: Jaxpr) -> bool:
-    """Whether an equation of a jaxpr has a float result of fewer than 32 bits."""
+    """Returns whether an equation of a jaxpr has a float result of fewer than 32 bits."""
     dtypes: set[Any] = {
         getattr(x.aval, "dtype", None) for each in equations(program) for x in each.outvars
     }
@@ -51,7 +51,7 @@ def computes_in_16_bits(program: Jaxpr) -> bool:
 
 
 def names_axis(program: Jaxpr) -> bool:
-    """Whether an equation of a jaxpr names a mapped axis, as `lax.psum` does."""
+    """Returns whether an equation of a jaxpr names a mapped axis, as `lax.psum` does."""
     for equation in equations(program):
         named = (equation.params.get(name, ()) for name in ("axes", "axis_name"))
         if any(isinstance(axis, str) for axis in jax.tree.leaves(tuple(named))):
@@ -60,7 +60,7 @@ def names_axis(program: Jaxpr) -> bool:
 
 
 def depends_on(program: Jaxpr, first: int) -> bool:
-    """Whether the results of a closed jaxpr depend on any of its inputs `[first:]`."""
+    """Returns whether the results of a closed jaxpr depend on any of its inputs `[first:]`."""
     needed = {v for v in program.jaxpr.outvars if not isinstance(v, Literal)}
     for equation in reversed(program.eqns):
         if needed & set(equation.outvars):

@@ -127,7 +127,7 @@ def _check_written(task: TrainTask, written: Params) -> None:
 
 
 def _may_be_loss(collection: str, model_state: Mapping[str, PyTree]) -> bool:
-    """Whether a collection other than "losses" is dropped after a step or named like a loss."""
+    """Returns whether a collection, not "losses", is dropped after a step or named like a loss."""
     if collection in ("params", "losses", "intermediates", WRITTEN):
         return False
     return collection not in model_state or "loss" in collection.lower()

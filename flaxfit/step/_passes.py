@@ -31,7 +31,7 @@ STATISTICS = "batch_stats"
 
 
 def has_statistics(task: TrainTask | EvalTask, state: PyTree) -> bool:
-    """Whether the model normalizes by batch statistics in training."""
+    """Returns whether the model normalizes by batch statistics in training."""
     model_state = state.model_state if isinstance(task, TrainTask) else {}
     return isinstance(model_state, Mapping) and STATISTICS in model_state
 
@@ -131,7 +131,7 @@ def own_metrics(task: TrainTask | EvalTask) -> dict[str, Any]:
 
 
 def comparison_of(task: TrainTask | EvalTask, *, with_losses: bool = True) -> Function:
-    """As `pass_of`, for losses and metrics alone: `batch.inputs` holds the model's outputs."""
+    """Like `pass_of`, for losses and metrics alone: `batch.inputs` holds the model's outputs."""
 
     def run(state: PyTree, batch: Batch, states: PyTree, seed: int) -> Pass:
         outputs: Any = batch.inputs
@@ -176,7 +176,7 @@ def _sums(task: TrainTask | EvalTask, result: ForwardPass) -> dict[str, PyTree]:
 
 
 def _is_ours(function: Any) -> bool:
-    """Whether a function is defined in this library, whose sums are additive."""
+    """Returns whether a function is defined in this library, whose sums are additive."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
@@ -225,7 +225,7 @@ class Proof(NamedTuple):
 def reduces_over(
     axis: str | None, run: Function, state: PyTree, batch: Batch, states: PyTree
 ) -> bool:
-    """Whether a pass reduces over a mapped axis itself."""
+    """Returns whether a pass reduces over a mapped axis itself."""
     if axis is None:
         return False
     given = *shapes_of((state, batch, states)), jax.ShapeDtypeStruct((), "int32")

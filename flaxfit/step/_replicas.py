@@ -108,7 +108,7 @@ class VirtualReplicas:
         self._devices = Replicas(axis_name)
 
     def each(self, function: Function) -> Callable[[PyTree], PyTree]:
-        """As `Replicas.each`, with the results of this device's replicas stacked."""
+        """Like `Replicas.each`, with the results of this device's replicas stacked."""
 
         def mapped(batch: PyTree) -> PyTree:
             n = self.n // self._devices.n

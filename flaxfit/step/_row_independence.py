@@ -1,7 +1,7 @@
 """Proves that a program computes the rows of a batch independently, from jaxprs of two sizes.
 
 The proof is an abstract interpretation: each array gets a `Kind`, by one rule per primitive. It is
-sound because a rule answers only for a primitive and parameters that it knows; all else is
+sound because a rule answers only for a primitive and parameters that it knows; the rest is
 unproven. It is not complete: an unproven program is tried on data instead, which compiles the pass
 for several sizes and lengthens a first step by a third or more.
 """
@@ -185,7 +185,7 @@ class _Pair(NamedTuple):
         return axes[0] if axes and len(axes) == 1 else None
 
     def agree(self, *names: str) -> bool:
-        """Whether both equations have equal parameters of these names, or of all names."""
+        """Returns whether both equations have equal parameters of these names, or of all names."""
         one, two = self.one.params, self.two.params
         return all(_same(one.get(name), two.get(name)) for name in names or one)
 
@@ -234,7 +234,7 @@ def _results(pair: _Pair) -> list[Known]:
 
 
 def _keeps_derivatives(pair: _Pair, found: list[Known]) -> bool:
-    """Whether a custom rule gives the derivatives of results of these kinds the same kinds."""
+    """Returns whether a custom rule keeps the kinds of results for their derivatives."""
     if pair.one.params["symbolic_zeros"]:  # Another rule may hold where a direction is zero.
         return False
     is_variable = [not isinstance(each, Literal) for each in pair.one.invars]
@@ -253,7 +253,7 @@ def _broadcast(pair: _Pair, axis: int) -> bool:
 
 
 def _reshaped(pair: _Pair, axis: int) -> bool:
-    """Whether rows keep their order: equal sizes before the axis, whole rows along it."""
+    """Returns whether rows keep their order: equal sizes before the axis, whole rows along it."""
     old, new = _shape(pair.one.invars[0]), _shape(pair.one.outvars[0])
     (kind, *_) = pair.operands
     if kind.axis is None or pair.one.params.get("dimensions") is not None:
@@ -300,7 +300,7 @@ def _pooled(pair: _Pair, axis: int) -> bool:
 
 
 def _sliced(pair: _Pair, axis: int) -> bool:
-    """Whether a slice keeps the whole row axis, and its other bounds agree."""
+    """Returns whether a slice keeps the whole row axis, and its other bounds agree."""
     one, two = (each.params for each in (pair.one, pair.two))
     if axis != pair.operands[0].axis:
         return False
@@ -315,7 +315,7 @@ def _sliced(pair: _Pair, axis: int) -> bool:
 
 
 def _windowed(pair: _Pair, axis: int) -> bool:
-    """Whether a dynamic slice keeps the whole row axis."""
+    """Returns whether a dynamic slice keeps the whole row axis."""
     kind, *starts = pair.operands
     both = pair.one, pair.two
     is_whole = [_shape(each.invars[0])[axis] == _shape(each.outvars[0])[axis] for each in both]
@@ -323,7 +323,7 @@ def _windowed(pair: _Pair, axis: int) -> bool:
 
 
 def _gathered(pair: _Pair, axis: int) -> bool:
-    """Whether it reads a table by each row's indices, each row by its own, or all by the same."""
+    """Returns whether a gather keeps rows: own indices for each, or the same indices for all."""
     numbers, (array, indices) = pair.one.params["dimension_numbers"], pair.operands
     names = "dimension_numbers", "mode", "fill_value", "indices_are_sorted", "unique_indices"
     sizes = [each.params["slice_sizes"] for each in (pair.one, pair.two)]
@@ -400,7 +400,7 @@ def _shifted(kind: Known, by: int) -> Known:
 
 
 def _counts_rows(one: Any, two: Any, n: int, factor: int) -> bool:
-    """Whether two float constants are k * n and k * factor * n, or their inverses."""
+    """Returns whether two float constants are k * n and k * factor * n, or their inverses."""
     is_float = np.issubdtype(np.result_type(one), np.floating)
     if not is_float or not np.isfinite([one, two]).all() or 0 in (one, two):
         return False
@@ -432,7 +432,7 @@ def _differing(one: Shape, two: Shape, factor: int) -> list[int] | None:
 
 
 def _same(one: Any, two: Any) -> bool:
-    """Whether two constants or parameters are equal; False if they cannot be compared."""
+    """Returns whether two constants or parameters are equal; False if they cannot be compared."""
     if one is two:
         return True
     if hasattr(one, "dtype"):

@@ -150,7 +150,7 @@ def more_sums(task: TrainTask, result: ForwardPass, *, grad_norm: bool) -> dict[
 
 
 def guards(task: TrainTask) -> bool:
-    """Whether steps are skipped if they are not finite, or spikes."""
+    """Returns whether steps are skipped if they are not finite, or spikes."""
     return task.skip_nonfinite or task.skip_above is not None or task.precision == "float16"
 
 

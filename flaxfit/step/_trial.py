@@ -95,7 +95,7 @@ def try_rows(run: Run, state: PyTree, batch: Batch, *, all_rows: bool = False) -
 
 
 def varies(run: Run, state: PyTree, batch: Batch) -> bool:
-    """Whether the results of a pass depend on the seed."""
+    """Returns whether the results of a pass depend on the seed."""
     batch = some_rows(run, state, batch)
     one, other = (_arrays(_read(run(state, batch, seed))) for seed in (0, 1))
     return any(_differ(a, b, _SAME) for a, b in zip(one, other, strict=True))
@@ -410,7 +410,7 @@ def _arrays(tree: PyTree) -> list[np.ndarray]:
 
 
 def _differ(a: np.ndarray, b: np.ndarray, tolerance: float, rounding: float = 0.0) -> bool:
-    """Whether arrays differ by more than a tolerance, relative to the largest differing element.
+    """Returns whether arrays differ by more than a tolerance relative to the largest such element.
 
     Large equal constants, such as those of masks, thus do not hide differences of small elements.
     """
@@ -427,7 +427,7 @@ def _differ(a: np.ndarray, b: np.ndarray, tolerance: float, rounding: float = 0.
 
 
 def _differ_on_average(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
-    """Whether the means of random arrays differ by more than six standard errors and by 5 %."""
+    """Returns whether the means of random arrays differ by over six standard errors and 5 %."""
     differences = np.stack(a).astype(np.float64) - np.stack(b)
     mean = np.abs(differences.mean(0))
     error = differences.std(0, ddof=1) / len(a) ** 0.5
