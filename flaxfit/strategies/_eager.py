@@ -86,7 +86,7 @@ class Eager:
         return self.bind(function)
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
-        """As `compile`."""
+        """Like `compile`."""
         return self.bind(function)
 
 

@@ -172,7 +172,7 @@ class Sharded:
         return placed_copy(tree, self.share)
 
     def share(self, tree: PyTree) -> PyTree:
-        """As `place`, without a copy of arrays that are already placed."""
+        """Like `place`, without a copy of arrays that are already placed."""
         placements = self._placements(tree)
         if self.n_processes == 1:
             return jax.device_put(tree, placements)
