@@ -30,7 +30,7 @@ __all__ = ["FlaxClassifier", "FlaxRegressor"]
 
 
 class _FlaxEstimator(BaseEstimator):
-    """The base of classifier and regressor: a `Model`, which each `fit` makes again."""
+    """The base class of classifier and regressor; each `fit` makes a new `Model`."""
 
     def __init__(
         self,
