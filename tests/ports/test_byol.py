@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from by_hand import assert_agree, drawn
+from by_hand import ByHand, assert_agree, drawn
 from marks import thorough
 from sklearn.datasets import load_digits
 
@@ -37,33 +37,22 @@ def distance(guess, target):
 
 
 def by_hand(state):
-    """The loss of each step, the last parameters and their average."""
+    """The loss of each step by hand, and the average of the parameters."""
 
-    @jax.jit
-    def step(params, target, opt_state, stats, views):
-        def loss_of(params):
-            def call(params, view):
-                variables, options = {"params": params, "batch_stats": stats}, {"mutable": True}
-                return Network(train=True).apply(variables, view, **options)[0]
+    def call(params, view):
+        variables = {"params": params, **state.model_state}
+        return Network(train=True).apply(variables, view, mutable=True)[0]
 
-            guesses = [call(params, view)[1] for view in views]
-            goals = [call(target, view)[0] for view in reversed(views)]
-            return jnp.mean(sum(map(distance, guesses, goals)))
+    def loss_of(params, target, views):
+        guesses = [call(params, view)[1] for view in views]
+        goals = [call(target, view)[0] for view in reversed(views)]
+        return jnp.mean(sum(map(distance, guesses, goals)))
 
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        target = jax.tree.map(lambda t, p: DECAY * t + (1 - DECAY) * p, target, params)
-        return params, target, opt_state, loss
-
-    params, target, losses = state.params, state.params, []
-    opt_state = OPTIMIZER.init(params)
+    hand, target = ByHand(OPTIMIZER, state.params, loss_of), state.params
     for start in range(0, len(DIGITS), BATCH):
-        views = [view[start : start + BATCH] for view in VIEWS]
-        stats = state.model_state["batch_stats"]
-        params, target, opt_state, loss = step(params, target, opt_state, stats, views)
-        losses.append(float(loss))
-    return losses, params, target
+        hand.step(target, [view[start : start + BATCH] for view in VIEWS])
+        target = jax.tree.map(lambda t, p: DECAY * t + (1 - DECAY) * p, target, hand.params)
+    return hand, target
 
 
 def byol(apply, batch, rngs, ema):
@@ -84,7 +73,7 @@ def test_a_network_learns_from_its_average_as_in_a_loop_by_hand(options):
     task = ff.TrainTask(Network(), OPTIMIZER, objective=byol, data=data, ema=DECAY, pad=False)
     init = drawn(Network(), DIGITS[:1])
     loop = ff.TrainLoop(init, task, 0, n_steps=N_STEPS, stdout=False, **options)
-    losses, params, target = by_hand(loop.state)
-    assert [checkpoint.loss for checkpoint in loop] == pytest.approx(losses, rel=1e-6)
-    assert_agree(loop.state.params, params)
+    hand, target = by_hand(loop.state)
+    assert [checkpoint.loss for checkpoint in loop] == pytest.approx(hand.found, rel=1e-6)
+    assert_agree(loop.state.params, hand.params)
     assert_agree(ff.optim.swap_ema(loop.state).params, target)

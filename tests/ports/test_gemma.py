@@ -1,5 +1,6 @@
 """The training step of Flax's Gemma, on packed text: as in a loop by hand."""
 
+import itertools
 import pydoc_data.topics
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from by_hand import assert_agree, n_lines
+from by_hand import ByHand, assert_agree, n_lines
 from flax import nnx
 from marks import thorough
 
@@ -50,29 +51,20 @@ RATE = optax.warmup_cosine_decay_schedule(0, 0.01, 2, 8)
 
 
 def by_hand(model):
-    """The loss of each step, and the last parameters."""
+    """The loss of each step by hand."""
     definition, params = nnx.split(model)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(RATE))
 
-    @jax.jit
-    def step(params, opt_state, batch):
-        inputs, targets, weights = batch
+    def loss_of(params, inputs, targets, weights):
+        logits = nnx.merge(definition, params)(**inputs)
+        soft = jax.nn.one_hot(targets, len(IDS) + 1)
+        values = -jnp.sum(soft * nnx.log_softmax(logits), -1)
+        return jnp.sum(values * weights) / jnp.sum(weights)
 
-        def loss_of(params):
-            logits = nnx.merge(definition, params)(**inputs)
-            soft = jax.nn.one_hot(targets, len(IDS) + 1)
-            values = -jnp.sum(soft * nnx.log_softmax(logits), -1)
-            return jnp.sum(values * weights) / jnp.sum(weights)
-
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    losses, opt_state = [], optimizer.init(params)
-    for _, batch in zip(range(N_STEPS), batches(), strict=False):
-        params, opt_state, loss = step(params, opt_state, batch)
-        losses.append(float(loss))
-    return losses, params
+    hand = ByHand(optimizer, params, loss_of)
+    for batch in itertools.islice(batches(), N_STEPS):
+        hand.step(*batch)
+    return hand
 
 
 def port(model, **options):
@@ -96,10 +88,10 @@ def model():
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, thorough(4)])
 def test_packed_text_trains_as_in_a_loop_by_hand(model, n):
-    losses, params = by_hand(model)
+    hand = by_hand(model)
     loop = port(model, devices=jax.devices()[:n])
-    assert [checkpoint.loss for checkpoint in loop] == pytest.approx(losses, rel=1e-6)
-    assert_agree(loop.state.params, params)
+    assert [checkpoint.loss for checkpoint in loop] == pytest.approx(hand.found, rel=1e-6)
+    assert_agree(loop.state.params, hand.params)
 
 
 def test_the_port_is_short():

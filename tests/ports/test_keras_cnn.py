@@ -6,29 +6,24 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from keras_scripts import N_LINES, n_changed_lines, seed_weights, with_weights_of
+from keras_scripts import N_LINES, digits, n_changed_lines, seed_weights, with_weights_of
 
 import flaxfit as ff
 
 
+def shifted(x, y, batch_size):
+    rng = np.random.default_rng(0)
+    while True:
+        for i in range(0, len(x) - batch_size + 1, batch_size):
+            rows = slice(i, i + batch_size)
+            yield np.roll(x[rows], rng.integers(-1, 2, 2), axis=(1, 2)), y[rows]
+
+
 def in_keras(model, folder):
     import keras
-    import numpy as np
     from keras.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
 
-    x, y = load_digits(return_X_y=True)
-    x = x.reshape(-1, 8, 8, 1).astype("float32") / 16
-    x_train, x_test, y_train, y_test = train_test_split(x, y.astype("int32"), random_state=0)
-
-    def shifted(x, y, batch_size):
-        rng = np.random.default_rng(0)
-        while True:
-            for i in range(0, len(x) - batch_size + 1, batch_size):
-                rows = slice(i, i + batch_size)
-                yield np.roll(x[rows], rng.integers(-1, 2, 2), axis=(1, 2)), y[rows]
-
+    x_train, x_test, y_train, y_test = digits((8, 8, 1))
     model.compile(
         optimizer=keras.optimizers.RMSprop(0.003),
         loss="sparse_categorical_crossentropy",
@@ -52,25 +47,12 @@ def in_keras(model, folder):
 
 
 def in_flaxfit(model, folder):
-    import numpy as np
     import optax
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
 
     from flaxfit.callbacks import CSVLogger, EarlyStopping, ReduceLROnPlateau
     from flaxfit.checkpoints import CheckpointFileWriter
 
-    x, y = load_digits(return_X_y=True)
-    x = x.reshape(-1, 8, 8, 1).astype("float32") / 16
-    x_train, x_test, y_train, y_test = train_test_split(x, y.astype("int32"), random_state=0)
-
-    def shifted(x, y, batch_size):
-        rng = np.random.default_rng(0)
-        while True:
-            for i in range(0, len(x) - batch_size + 1, batch_size):
-                rows = slice(i, i + batch_size)
-                yield np.roll(x[rows], rng.integers(-1, 2, 2), axis=(1, 2)), y[rows]
-
+    x_train, x_test, y_train, y_test = digits((8, 8, 1))
     model.compile(
         optimizer=optax.rmsprop(0.003, eps=1e-7),
         loss="sparse_categorical_crossentropy",

@@ -1,5 +1,9 @@
 """A script in Keras that classifies texts by the words in them, and its port."""
 
+import re
+from collections import Counter
+from pydoc_data.topics import topics
+
 import numpy as np
 import pytest
 from flax import nnx
@@ -10,26 +14,25 @@ import flaxfit as ff
 N_WORDS, LENGTH = 1000, 40
 
 
-def in_keras(model):
-    import re
-    from collections import Counter
-    from pydoc_data.topics import topics
-
-    import keras
-    import numpy as np
-
+def windows():
+    """Windows of some texts as numbers of words, and which text each is from."""
     kinds = sorted(topics, key=lambda name: len(topics[name]))[-4:]
     texts = [re.findall(r"[a-z]+", topics[kind].lower()) for kind in kinds]
     frequent = Counter(word for text in texts for word in text).most_common(N_WORDS - 1)
     index = {word: i for i, (word, _) in enumerate(frequent, start=1)}
-    windows = [
+    found = [
         ([index.get(word, 0) for word in text[start : start + LENGTH]], label)
         for label, text in enumerate(texts)
         for start in range(0, len(text) - LENGTH, LENGTH // 2)
     ]
-    order = np.random.default_rng(0).permutation(len(windows))
-    x = np.array([windows[i][0] for i in order], "int32")
-    y = np.array([windows[i][1] for i in order], "int32")
+    order = np.random.default_rng(0).permutation(len(found))
+    return tuple(np.array([found[i][part] for i in order], "int32") for part in (0, 1))
+
+
+def in_keras(model):
+    import keras
+
+    x, y = windows()
     n = 4 * len(x) // 5
 
     model.compile(
@@ -52,25 +55,9 @@ def in_keras(model):
 
 
 def in_flaxfit(model):
-    import re
-    from collections import Counter
-    from pydoc_data.topics import topics
-
-    import numpy as np
     import optax
 
-    kinds = sorted(topics, key=lambda name: len(topics[name]))[-4:]
-    texts = [re.findall(r"[a-z]+", topics[kind].lower()) for kind in kinds]
-    frequent = Counter(word for text in texts for word in text).most_common(N_WORDS - 1)
-    index = {word: i for i, (word, _) in enumerate(frequent, start=1)}
-    windows = [
-        ([index.get(word, 0) for word in text[start : start + LENGTH]], label)
-        for label, text in enumerate(texts)
-        for start in range(0, len(text) - LENGTH, LENGTH // 2)
-    ]
-    order = np.random.default_rng(0).permutation(len(windows))
-    x = np.array([windows[i][0] for i in order], "int32")
-    y = np.array([windows[i][1] for i in order], "int32")
+    x, y = windows()
     n = 4 * len(x) // 5
 
     model.compile(

@@ -9,15 +9,20 @@ from keras_scripts import N_LINES, n_changed_lines, seed_weights, with_weights_o
 import flaxfit as ff
 
 
-def in_keras(model):
-    import keras
+def halves_and_ink():
+    """The two halves of images of digits, and what is in them."""
     from sklearn.datasets import load_digits
 
     images, digits = load_digits(return_X_y=True)
     images = images.astype("float32") / 16
     x = {"upper": images[:, :32], "lower": images[:, 32:]}
-    y = {"digit": digits.astype("int32"), "ink": images.mean(axis=1, keepdims=True)}
+    return x, {"digit": digits.astype("int32"), "ink": images.mean(axis=1, keepdims=True)}
 
+
+def in_keras(model):
+    import keras
+
+    x, y = halves_and_ink()
     model.compile(
         optimizer=keras.optimizers.RMSprop(2e-3, epsilon=1e-7),
         loss={"digit": "sparse_categorical_crossentropy", "ink": "mse"},
@@ -31,13 +36,8 @@ def in_keras(model):
 
 def in_flaxfit(model):
     import optax
-    from sklearn.datasets import load_digits
 
-    images, digits = load_digits(return_X_y=True)
-    images = images.astype("float32") / 16
-    x = {"upper": images[:, :32], "lower": images[:, 32:]}
-    y = {"digit": digits.astype("int32"), "ink": images.mean(axis=1, keepdims=True)}
-
+    x, y = halves_and_ink()
     model.compile(
         optimizer=optax.rmsprop(2e-3, eps=1e-7),
         loss={"digit": "sparse_categorical_crossentropy", "ink": "mse"},

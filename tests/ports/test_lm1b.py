@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from by_hand import assert_agree, drawn, n_lines
+from by_hand import ByHand, assert_agree, drawn, n_lines
 from loops import assert_equal
 from marks import thorough
 
@@ -68,7 +68,7 @@ LEAST = -(HIGH * np.log(HIGH) + (VOCABULARY - 1) * LOW * np.log(LOW + 1e-20))
 
 
 def by_hand(state, n=1):
-    """The loss and accuracy of each step, and the last parameters; dropout as on n devices."""
+    """The loss and accuracy of each step by hand, with dropout as on n devices."""
 
     def forward(params, batch, number):
         parts = [{name: x.reshape(n, -1, LENGTH)[i] for name, x in batch.items()} for i in range(n)]
@@ -77,27 +77,18 @@ def by_hand(state, n=1):
         pairs = zip(parts, keys, strict=True)
         return jnp.concatenate([apply(**part, rngs={"dropout": key}) for part, key in pairs])
 
-    @jax.jit
-    def step(params, opt_state, number, batch):
+    def measure(params, number, batch):
         inputs, weights = batch["inputs"], jnp.float32(batch["inputs"] > 0)
+        logits = forward(params, batch, number)
+        soft = jnp.where(jax.nn.one_hot(inputs, VOCABULARY) > 0, HIGH, LOW)
+        entropies = -jnp.sum(soft * nn.log_softmax(logits), -1) - LEAST
+        right = (logits.argmax(-1) == inputs) * weights
+        return tuple(jnp.sum(each) / jnp.sum(weights) for each in (entropies * weights, right))
 
-        def loss_of(params):
-            logits = forward(params, batch, number)
-            soft = jnp.where(jax.nn.one_hot(inputs, VOCABULARY) > 0, HIGH, LOW)
-            entropies = -jnp.sum(soft * nn.log_softmax(logits), -1) - LEAST
-            return jnp.sum(entropies * weights) / jnp.sum(weights), logits
-
-        (loss, logits), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        accuracy = jnp.sum((logits.argmax(-1) == inputs) * weights) / jnp.sum(weights)
-        return optax.apply_updates(params, updates), opt_state, (loss, accuracy)
-
-    params, measured = state.params, []
-    opt_state = OPTIMIZER.init(params)
+    hand = ByHand(OPTIMIZER, state.params, measure)
     for number, batch in enumerate(BATCHES):
-        params, opt_state, found = step(params, opt_state, number, batch)
-        measured.append([float(each) for each in found])
-    return measured, params
+        hand.step(number, batch)
+    return hand
 
 
 def port(init, **options):
@@ -119,10 +110,10 @@ def port(init, **options):
 @pytest.mark.parametrize("n", [1, thorough(4)])
 def test_the_language_model_trains_as_in_a_loop_by_hand(n):
     loop = port(drawn(Decoder(), **BATCHES[0]), devices=jax.devices()[:n])
-    expected, params = by_hand(loop.state, n)
+    hand = by_hand(loop.state, n)
     found = [[checkpoint.loss, checkpoint.metrics["accuracy"]] for checkpoint in loop]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    (assert_equal if n == 1 else assert_agree)(loop.state.params, params)
+    np.testing.assert_allclose(found, hand.found, rtol=1e-6)
+    (assert_equal if n == 1 else assert_agree)(loop.state.params, hand.params)
 
 
 def test_the_port_is_short():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from by_hand import assert_agree, drawn
+from by_hand import ByHand, assert_agree, drawn
 from marks import thorough
 from poles import drawn_poles, pushed
 
@@ -43,25 +43,18 @@ def episodes(params, number):
 
 
 def by_hand(params):
-    """The loss of each round, and the last parameters."""
+    """The loss of each round by hand."""
 
-    @jax.jit
-    def step(params, opt_state, poles, targets, stood):
-        def loss_of(params):
-            actions, gains = targets
-            odds = nn.log_softmax(Policy().apply({"params": params}, poles))
-            taken = jnp.sum(odds * jax.nn.one_hot(actions, 2), -1)
-            return -jnp.sum(taken * gains * stood) / jnp.sum(stood)
+    def loss_of(params, poles, targets, stood):
+        actions, gains = targets
+        odds = nn.log_softmax(Policy().apply({"params": params}, poles))
+        taken = jnp.sum(odds * jax.nn.one_hot(actions, 2), -1)
+        return -jnp.sum(taken * gains * stood) / jnp.sum(stood)
 
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    losses, opt_state = [], OPTIMIZER.init(params)
+    hand = ByHand(OPTIMIZER, params, loss_of)
     for number in range(N_ROUNDS):
-        params, opt_state, loss = step(params, opt_state, *episodes(params, number))
-        losses.append(float(loss))
-    return losses, params
+        hand.step(*episodes(hand.params, number))
+    return hand
 
 
 def reinforce(logits, actions, gains):
@@ -75,8 +68,8 @@ def test_a_policy_trains_on_its_own_samples_as_in_a_loop_by_hand(n):
     task, options = ff.TrainTask(Policy(), OPTIMIZER, reinforce), {"devices": jax.devices()[:n]}
     init = drawn(Policy(), sample)
     loop = ff.TrainLoop(init, task, 0, input_sample=sample, stdout=False, **options)
-    losses, params = by_hand(loop.state.params)
+    hand = by_hand(loop.state.params)
     batches = (episodes(loop.state.params, number) for number in range(N_ROUNDS))
     found = [loop.next_step(batch).loss for batch in batches]
-    assert found == pytest.approx(losses, rel=1e-6)
-    assert_agree(loop.state.params, params)
+    assert found == pytest.approx(hand.found, rel=1e-6)
+    assert_agree(loop.state.params, hand.params)

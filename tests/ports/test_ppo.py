@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from by_hand import assert_agree, drawn, n_lines
+from by_hand import ByHand, assert_agree, drawn, n_lines
 from marks import thorough
 from poles import drawn_poles, pushed
 
@@ -63,33 +63,25 @@ def batches(rows, number):
 
 
 def by_hand(params):
-    """The loss of each step, and the last parameters."""
+    """The loss of each step by hand."""
 
-    @jax.jit
-    def step(params, opt_state, batch, clip):
-        def loss_of(params):
-            log_probs, values = ActorCritic().apply({"params": params}, batch["positions"])
-            of_value = jnp.mean((batch["returns"] - values) ** 2)
-            entropy = jnp.mean(jnp.sum(-jnp.exp(log_probs) * log_probs, 1))
-            taken = jax.vmap(lambda each, action: each[action])(log_probs, batch["actions"])
-            ratios = jnp.exp(taken - batch["old"])
-            leads = batch["leads"]
-            leads = (leads - leads.mean()) / (leads.std() + 1e-8)
-            clipped = leads * jnp.clip(ratios, 1 - clip, 1 + clip)
-            of_policy = -jnp.mean(jnp.minimum(ratios * leads, clipped))
-            return of_policy + OF_VALUE * of_value - OF_ENTROPY * entropy
+    def loss_of(params, batch, clip):
+        log_probs, values = ActorCritic().apply({"params": params}, batch["positions"])
+        of_value = jnp.mean((batch["returns"] - values) ** 2)
+        entropy = jnp.mean(jnp.sum(-jnp.exp(log_probs) * log_probs, 1))
+        taken = jax.vmap(lambda each, action: each[action])(log_probs, batch["actions"])
+        ratios, leads = jnp.exp(taken - batch["old"]), batch["leads"]
+        leads = (leads - leads.mean()) / (leads.std() + 1e-8)
+        clipped = leads * jnp.clip(ratios, 1 - clip, 1 + clip)
+        of_policy = -jnp.mean(jnp.minimum(ratios * leads, clipped))
+        return of_policy + OF_VALUE * of_value - OF_ENTROPY * entropy
 
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    losses, opt_state = [], OPTIMIZER.init(params)
+    hand = ByHand(OPTIMIZER, params, loss_of)
     for number in range(N_ROUNDS):
         clip = CLIP * (1 - number / N_ROUNDS)
-        for batch in batches(experience(params, number), number):
-            params, opt_state, loss = step(params, opt_state, batch, clip)
-            losses.append(float(loss))
-    return losses, params
+        for batch in batches(experience(hand.params, number), number):
+            hand.step(batch, clip)
+    return hand
 
 
 def port(init, **options):
@@ -128,10 +120,10 @@ SHARDED = {"strategy": ff.Sharded(devices=jax.devices()[:4])}
 @pytest.mark.parametrize("options", [thorough(ONE), SHARDED], ids=[1, 4])
 def test_a_policy_trains_on_what_it_meets_as_in_a_loop_by_hand(options):
     init = drawn(ActorCritic(), np.zeros((1, 4), np.float32))
-    losses, params = by_hand(init(None)["params"])
+    hand = by_hand(init(None)["params"])
     found, found_params = port(init, **options)
-    assert found == pytest.approx(losses, rel=1e-6)
-    assert_agree(found_params, params)
+    assert found == pytest.approx(hand.found, rel=1e-6)
+    assert_agree(found_params, hand.params)
 
 
 def test_the_port_is_short():

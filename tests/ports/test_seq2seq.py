@@ -1,12 +1,14 @@
 """The training step of Flax's addition of numbers as text (seq2seq): as in a loop by hand."""
 
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from by_hand import assert_agree, drawn, n_lines
+from by_hand import ByHand, assert_agree, drawn, n_lines
 from loops import assert_equal
 from marks import thorough
 
@@ -48,10 +50,11 @@ class Seq2seq(nn.Module):
 OPTIMIZER = optax.adam(0.003)
 
 
-def by_hand(state):
-    """The loss and the accuracy of each step, and the last parameters."""
+def by_hand(params):
+    """The loss and the accuracy of each step by hand."""
 
-    def measured(logits, answer):
+    def measure(params, batch):
+        logits, answer = Seq2seq().apply({"params": params}, **batch), batch["answer"]
         labels = jax.nn.one_hot(answer[:, 1:], VOCABULARY)
         lengths = jnp.argmax(answer[:, 1:] == END, 1)[:, None] + 1
         mask = jnp.arange(answer.shape[1] - 1) < lengths
@@ -59,21 +62,10 @@ def by_hand(state):
         right = mask & (logits.argmax(-1) == answer[:, 1:])
         return jnp.mean(jnp.where(mask, entropies, 0)), jnp.sum(right) / jnp.sum(mask)
 
-    @jax.jit
-    def step(params, opt_state, batch):
-        def loss_of(params):
-            return measured(Seq2seq().apply({"params": params}, **batch), batch["answer"])
-
-        found, grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, found
-
-    params, found = state.params, []
-    opt_state = OPTIMIZER.init(params)
-    for _, batch in zip(range(N_STEPS), sums(), strict=False):
-        params, opt_state, measures = step(params, opt_state, batch)
-        found.append([float(each) for each in measures])
-    return found, params
+    hand = ByHand(OPTIMIZER, params, measure)
+    for batch in itertools.islice(sums(), N_STEPS):
+        hand.step(batch)
+    return hand
 
 
 def port(init, **options):
@@ -99,10 +91,10 @@ def port(init, **options):
 @pytest.mark.parametrize("n", [thorough(1), 4])
 def test_additions_are_learned_as_in_a_loop_by_hand(n):
     loop = port(drawn(Seq2seq(), **next(sums())), devices=jax.devices()[:n])
-    expected, params = by_hand(loop.state)
+    hand = by_hand(loop.state.params)
     found = [[checkpoint.loss, checkpoint.metrics["accuracy"]] for checkpoint in loop]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    (assert_equal if n == 1 else assert_agree)(loop.state.params, params)
+    np.testing.assert_allclose(found, hand.found, rtol=1e-6)
+    (assert_equal if n == 1 else assert_agree)(loop.state.params, hand.params)
 
 
 def test_the_port_is_short():

@@ -25,6 +25,32 @@ def assert_agree(found, expected):
         assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)
 
 
+class ByHand:
+    """A loop by hand: the parameters, and in `found` what each step measures, the loss first.
+
+    `measure(params, *batch)` returns the loss, or the loss and further measures.
+    """
+
+    def __init__(self, optimizer, params, measure):
+        self.params, self.found, self._opt_state = params, [], optimizer.init(params)
+
+        @jax.jit
+        def update(params, opt_state, *batch):
+            def loss_of(params):
+                found = measure(params, *batch)
+                return found[0] if isinstance(found, tuple) else found, found
+
+            (_, found), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, found
+
+        self._update = update
+
+    def step(self, *batch):
+        self.params, self._opt_state, found = self._update(self.params, self._opt_state, *batch)
+        self.found.append(jax.device_get(found))
+
+
 def n_lines(function):
     """The lines of code of a function, without its docstring."""
     source = inspect.getsource(function).replace(f'    """{function.__doc__}"""\n', "")

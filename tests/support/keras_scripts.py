@@ -5,6 +5,8 @@ import inspect
 import random
 
 import jax.numpy as jnp
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 N_LINES = 5
 """The most lines outside the model that a port changes."""
@@ -15,6 +17,13 @@ _NAMES = {
     "moving_variance": "var",
     "embeddings": "embedding",
 }
+
+
+def digits(shape=(64,)):
+    """Images of digits and their classes: (x_train, x_test, y_train, y_test)."""
+    x, y = load_digits(return_X_y=True)
+    x = x.reshape(-1, *shape).astype("float32") / 16
+    return train_test_split(x, y.astype("int32"), random_state=0)
 
 
 def n_changed_lines(script, port):
