@@ -14,7 +14,7 @@ from flaxfit.tree import Data, PyTree
 
 
 def knows_rows(stream: Data) -> bool:
-    """Returns whether processes divide a stream's batches by row numbers, such as an `ArrayStream`'s.
+    """Returns whether processes divide a stream's batches by row number (an `ArrayStream`'s).
 
     Other streams yield only this process's rows.
     """
