@@ -4,6 +4,7 @@ Each row of `KINDS` is trained, measured and applied on each strategy, in 1, 2 a
 batches and with a rest. The plain run on one device has the numbers of a loop by hand.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -505,8 +506,18 @@ QUICK = {"weighted values", "token weights"}
 HELD = {"values", "weights of 0", "token mask", "ignored label", "token weights of all outputs"}
 HELD |= {"scalar mean", "scalar sum", "penalty", "contrastive scalar", "contrastive"}
 HELD |= {"undeclared contrastive", "across, scalar", "across, penalized", "mean of the model"}
+# These run on whole batches only, as others do; what counts is that they are refused.
+HELD |= {"undeclared pairs", "rows read by index", "codebook", "sum of the model"}
 QUICK_TO_REFUSE = {"scalar mean", "penalty", "weighted contrastive", "undeclared, by name"}
 QUICK_TO_REFUSE |= {"across", "sum of the model", "kept means", "own step"}
+
+
+def kinds_to_refuse():
+    """Of the kinds that are refused alike, as many as there are reasons, the quick ones first."""
+    alike = collections.defaultdict(list)
+    for name in sorted(KINDS, key=lambda name: name not in QUICK_TO_REFUSE):
+        alike[str(KINDS[name].refused)].append(name)
+    return {name for names in alike.values() for name in names[: len(KINDS[names[0]].refused)]}
 
 
 def cells(is_refused):
@@ -515,6 +526,7 @@ def cells(is_refused):
     The epochs with a rest begin with whole batches. Kinds whose numbers depend on the replicas have
     no rest, which a strategy may divide over fewer of them.
     """
+    held = KINDS.keys() - kinds_to_refuse() if is_refused else HELD
     for i, (name, kind) in enumerate(KINDS.items()):
         found = [
             cell
@@ -529,7 +541,7 @@ def cells(is_refused):
         usual = [cell for cell in found if cell[2] == size]
         is_quick = name in (QUICK_TO_REFUSE if is_refused else QUICK)
         mark = pytest.param if is_quick else slow
-        if name in HELD and not (is_refused or is_quick):
+        if name in held and not is_quick:
             mark = thorough
         for cell in found:
             yield (mark if cell == usual[i % len(usual)] else thorough)(name, *cell)

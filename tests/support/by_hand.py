@@ -48,7 +48,7 @@ class ByHand:
 
     def step(self, *batch):
         self.params, self._opt_state, found = self._update(self.params, self._opt_state, *batch)
-        self.found.append(jax.device_get(found))
+        self.found.append(jax.tree.map(float, found))
 
 
 def n_lines(function):
