@@ -93,30 +93,22 @@ def test_notes_leave_blocks_out():
     assert run(page, Path("page.md")) == ["no_such_package"]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_a_block_that_is_not_run_says_why(path):
-    silent = [b.line for b in blocks(path.read_text()) if b.kind == "not run" and not b.words]
-    assert not silent
+def test_a_block_that_is_not_run_says_why():
+    found = [(name_of(path), block) for path in PAGES for block in blocks(path.read_text())]
+    assert not [(name, b.line) for name, b in found if b.kind == "not run" and not b.words]
 
 
-QUICK = ("README.md", "CONTRIBUTING.md")
 ON_FOUR_DEVICES = ("data.md", "scaling.md")
 ON_THE_SITE = ("getting-started.md", "digits.md", "gan.md")
 """The pages that `test_site.py` runs, and fails if they warn."""
 ON_ONE_DEVICE = [
-    name_of(path) for path in PAGES if path.name not in (*QUICK, *ON_FOUR_DEVICES, *ON_THE_SITE)
+    name_of(path) for path in PAGES if path.name not in (*ON_FOUR_DEVICES, *ON_THE_SITE)
 ]
 """Where programs compile in half the time."""
+MARKED = [(slow if path.name in ON_FOUR_DEVICES else thorough)(path) for path in PAGES]
 
 
-def mark(path):
-    """When a page runs on as many devices as other tests have."""
-    if path.name in QUICK:
-        return path
-    return (slow if path.name in ON_FOUR_DEVICES else thorough)(path)
-
-
-@pytest.mark.parametrize("path", [mark(path) for path in PAGES], ids=name_of)
+@pytest.mark.parametrize("path", MARKED, ids=name_of)
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
@@ -157,13 +149,12 @@ def test_an_empty_line_ends_a_class_at_the_prompt():
         statements_at_the_prompt("class A:\n    x = 1\n\n    y = 2\n")
 
 
-@pytest.mark.parametrize("block", blocks((ROOT / "README.md").read_text()), ids=lambda b: b.line)
-def test_a_block_of_the_readme_can_be_pasted_at_the_prompt(block):
-    assert statements_at_the_prompt(block.code)
+def test_the_blocks_of_the_readme_can_be_pasted_at_the_prompt():
+    for block in blocks((ROOT / "README.md").read_text()):
+        assert statements_at_the_prompt(block.code)
 
 
-@pytest.mark.parametrize("name", ["example", "tests"])
-def test_a_command_of_the_readme_is_one_line(name):
+def test_a_command_of_the_readme_is_one_line():
     readme = (ROOT / "README.md").read_text()
-    found = re.findall(rf"^<!-- command: {name} -->\n```sh\n(.*)\n```$", readme, re.MULTILINE)
-    assert len(found) == 1
+    found = re.findall(r"^<!-- command: (\w+) -->\n```sh\n.*\n```$", readme, re.MULTILINE)
+    assert found == ["example", "tests"]
