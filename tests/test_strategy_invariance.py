@@ -270,7 +270,6 @@ Lonely = like(ce_pairs, **PAIRS, refused=LONELY)
 Across = like(ce_pairs, **PAIRS, **TO_BATCH)
 KINDS = {
     "by name": Rows(CE, metrics=METRICS),
-    "values": Rows(lambda o, t: ce(o, t)),
     "weighted values": Rows(lambda o, t: ce(o, t), weights="w", metrics=["accuracy"]),
     "weights of 0": Rows(ce, weights="mask", metrics=METRICS),
     "masked steps": Tokens(
@@ -280,8 +279,6 @@ KINDS = {
         weights="n_steps",
     ),
     "token weights": Tokens(CE, weights="step_w"),
-    "token mask": Tokens(CE, weights="step_mask"),
-    "ignored label": Tokens(IGNORING, of_tokens(MASKED), targets="ignored"),
     "ignored label and weights": Tokens(
         IGNORING, of_tokens(lambda d: d.step_mask * d.w[:, None]), targets="ignored", weights="w"
     ),
@@ -333,8 +330,6 @@ KINDS = {
         options=UNPADDED,
         refused=NO_PARTS,
     ),
-    "contrastive scalar": Pairs(lambda *o: clip(*o).mean(), refused=SCALAR),
-    "contrastive": Pairs(clip, options=UNPADDED),
     "weighted contrastive": Pairs(clip, weights="w", options=UNPADDED),
     "undeclared contrastive": Lonely(clip),
     "undeclared, by name": Lonely(
@@ -348,7 +343,6 @@ KINDS = {
         measured=NO_AXIS,
     ),
     "across": Across(clip, optimizer=probe(RATE)),
-    "across, scalar": Across(lambda *o: clip(*o).mean()),
     "across, penalized": Across(
         lambda *o: (clip(*o).mean(), size(o[0])), penalty=lambda p, d: size(d.x @ p["a"])
     ),
@@ -503,9 +497,8 @@ def refusal(messages, strategy, accumulate, size):
 
 QUICK = {"weighted values", "token weights"}
 # Others have all that is particular to these; their cells are thorough.
-HELD = {"values", "weights of 0", "token mask", "ignored label", "token weights of all outputs"}
-HELD |= {"scalar mean", "scalar sum", "penalty", "contrastive scalar", "contrastive"}
-HELD |= {"undeclared contrastive", "across, scalar", "across, penalized", "mean of the model"}
+HELD = {"weights of 0", "token weights of all outputs", "scalar mean", "scalar sum", "penalty"}
+HELD |= {"undeclared contrastive", "across, penalized", "mean of the model"}
 # These run on whole batches only, as others do; what counts is that they are refused.
 HELD |= {"undeclared pairs", "rows read by index", "codebook", "sum of the model"}
 QUICK_TO_REFUSE = {"scalar mean", "penalty", "weighted contrastive", "undeclared, by name"}
