@@ -137,12 +137,8 @@ def test_every_public_module_is_listed():
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_the_names_are_those_that_were_agreed(module):
+def test_a_module_has_the_names_that_were_agreed_and_a_star_import_brings_them_in(module):
     assert public_names(module) == set(PUBLIC[module])
-
-
-@pytest.mark.parametrize("module", PUBLIC)
-def test_a_star_import_brings_in_just_these_names(module):
     assert sorted(importlib.import_module(module).__all__) == sorted(PUBLIC[module])
 
 
@@ -167,35 +163,38 @@ def test_the_version_is_that_of_the_distribution():
     assert re.fullmatch(r"\d+\.\d+\.\d+", importlib.import_module("flaxfit").__version__)
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module, names in PUBLIC.items() for name in names]
-)
-def test_a_public_name_is_documented_with_an_example(module, name):
-    doc = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
-    assert ">>> " in doc
+def public_values():
+    """The module, the name and the value of each public name."""
+    for module, names in PUBLIC.items():
+        for name in names:
+            yield module, name, getattr(importlib.import_module(module), name)
+
+
+def public_classes():
+    """Names and classes; protocols are documented where they are used."""
+    for _, name, value in public_values():
+        if inspect.isclass(value) and not getattr(value, "_is_protocol", False):
+            yield name, value
+
+
+def test_a_public_name_is_documented_with_an_example():
+    docs = {f"{module}.{name}": inspect.getdoc(value) for module, name, value in public_values()}
+    assert [name for name, doc in docs.items() if ">>> " not in (doc or "")] == []
 
 
 def undescribed_arguments():
     """The arguments of constructors, `Class(argument)`, of which the documentation says nothing."""
-    for module, names in PUBLIC.items():
-        for name in names:
-            value = getattr(importlib.import_module(module), name)
-            if not inspect.isclass(value) or issubclass(value, Exception | enum.Enum):
-                continue
-            if getattr(value, "_is_protocol", False):
-                continue
-            text = f"{inspect.getdoc(value)}\n{inspect.getsource(value)}"
-            for argument, kind in inspect.signature(value).parameters.items():
-                in_list = (
-                    rf"^ *([*\w]+, )*\**{argument}(, [*\w]+)*: "  # Of `Args:` or `Attributes:`.
-                )
-                as_field = rf"^ *{argument}: .*\n *\"\"\""
-                is_named = kind.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)
-                if is_named and not (
-                    re.search(in_list, inspect.getdoc(value), re.M)
-                    or re.search(as_field, text, re.M)
-                ):
-                    yield f"{name}({argument})"
+    for name, value in public_classes():
+        if issubclass(value, Exception | enum.Enum):
+            continue
+        text = f"{inspect.getdoc(value)}\n{inspect.getsource(value)}"
+        for argument, kind in inspect.signature(value).parameters.items():
+            in_list = rf"^ *([*\w]+, )*\**{argument}(, [*\w]+)*: "  # Of `Args:` or `Attributes:`.
+            as_field = rf"^ *{argument}: .*\n *\"\"\""
+            is_named = kind.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)
+            is_listed = re.search(in_list, inspect.getdoc(value), re.M)
+            if is_named and not is_listed and not re.search(as_field, text, re.M):
+                yield f"{name}({argument})"
 
 
 def test_the_arguments_of_constructors_are_described():
@@ -204,17 +203,13 @@ def test_the_arguments_of_constructors_are_described():
 
 def methods_without_an_example():
     """Names of public methods, `Class.method`, that have no example where they are defined."""
-    for module, names in PUBLIC.items():
-        for name in names:
-            value = getattr(importlib.import_module(module), name)
-            if not inspect.isclass(value) or getattr(value, "_is_protocol", False):
-                continue
-            for method in (each for each in dir(value) if not each.startswith("_")):
-                found = inspect.unwrap(getattr(value, method))
-                is_own = str(getattr(found, "__module__", "")).startswith("flaxfit")
-                documented = [inspect.getdoc(vars(base).get(method)) for base in value.__mro__]
-                if inspect.isroutine(found) and is_own and ">>> " not in str(documented):
-                    yield f"{name}.{method}"
+    for name, value in public_classes():
+        for method in (each for each in dir(value) if not each.startswith("_")):
+            found = inspect.unwrap(getattr(value, method))
+            is_own = str(getattr(found, "__module__", "")).startswith("flaxfit")
+            documented = [inspect.getdoc(vars(base).get(method)) for base in value.__mro__]
+            if inspect.isroutine(found) and is_own and ">>> " not in str(documented):
+                yield f"{name}.{method}"
 
 
 def test_a_public_method_is_documented_with_an_example():
@@ -224,18 +219,8 @@ def test_a_public_method_is_documented_with_an_example():
 
 
 def test_no_name_is_reachable_by_two_paths():
-    homes = Counter(
-        id(getattr(importlib.import_module(module), name))
-        for module, names in PUBLIC.items()
-        for name in names
-    )
-    twice = [
-        f"{module}.{name}"
-        for module, names in PUBLIC.items()
-        for name in names
-        if homes[id(getattr(importlib.import_module(module), name))] > 1
-    ]
-    assert {name.rpartition(".")[2] for name in twice} == TWICE
+    homes = Counter(id(value) for _, _, value in public_values())
+    assert {name for _, name, value in public_values() if homes[id(value)] > 1} == TWICE
 
 
 def test_an_unknown_name_is_an_attribute_error():
