@@ -1,4 +1,4 @@
-"""The command line: what flaxfit costs beside what it is compared with.
+"""The command line: the cost of flaxfit relative to other libraries and hand-written loops.
 
     python -m benchmarks [--quick] [--models mlp cnn] [--rivals "hand-written" Keras] [--rounds 9]
                          [--processes 1]
@@ -33,7 +33,7 @@ ALL = (*QUANTITIES, "start", "leaves", "devices")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures what was asked for, prints tables and writes a JSON file."""
+    """Measures the selected quantities, prints tables and writes a JSON file."""
     settings = _parse(arguments)
     # On a GPU the processes of a run share its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -125,7 +125,7 @@ def _apart(
     names: list[str],
     n_devices: int,
 ) -> list[Measurement]:
-    """What contenders that take turns need, in processes of their own, on that many devices."""
+    """Measures contenders in turns, in separate processes, on that many devices."""
     if not names:
         return []
     command: list[Any] = [sys.executable, "-m", "benchmarks", "--rounds", settings.rounds]

@@ -1,4 +1,4 @@
-"""Contenders: what is compared, by name, and how each is made."""
+"""Contenders: the compared loops by name, and how to make each."""
 
 import contextlib
 import importlib
@@ -13,20 +13,20 @@ import numpy as np
 from benchmarks.workloads import Workload
 
 BASE = "hand-written"
-"""The contender that the ratios are to where no other is as fast."""
+"""The contender that ratios refer to unless another is as fast."""
 
 
 class Contender(NamedTuple):
-    """A model in training, under somebody's care."""
+    """A model in training, driven by one library."""
 
     count: Callable[[], int]
     """The number of parameters; known after the first epoch."""
     train: Callable[[int], float]
-    """Trains that many epochs more, and returns the mean loss over the last of them."""
+    """Trains for more epochs, and returns the mean loss of the last one."""
     evaluate: Callable[[], tuple[float, float]] | None = None
-    """The loss and the accuracy on the data that it trains on."""
+    """Returns the loss and the accuracy on the training data."""
     predict: Callable[[], np.ndarray] | None = None
-    """The logits of all examples, in order, on the host."""
+    """Returns the logits of all examples, in order, on the host."""
 
 
 class Recipe(NamedTuple):
@@ -38,13 +38,13 @@ class Recipe(NamedTuple):
     needs: str = ""
     """The package that must be installed."""
     is_scan: bool = False
-    """Whether it takes several steps in one call of the device."""
+    """Whether it takes several steps per dispatch."""
     is_rival: bool = False
-    """Whether ratios are to it, where it is the fastest of those that take as many steps a call."""
+    """Whether ratios refer to it if it is the fastest with as many steps per dispatch."""
     spreads: bool = False
     """Whether it can use several devices."""
     models: tuple[str, ...] = ()
-    """The workloads that it has a network for; none named: all."""
+    """The workloads that it has a network for; empty: all."""
 
 
 _HAND = "benchmarks.hand_written:make"
@@ -94,7 +94,7 @@ RECIPES = {
 
 
 def make(name: str, workload: Workload, params: Any = None, **options: Any) -> Contender:
-    """Makes a contender; with its own initial parameters where none are given."""
+    """Makes a contender, with its own initial parameters if none are given."""
     recipe = RECIPES[name]
     module, _, function = recipe.maker.partition(":")
     maker = getattr(importlib.import_module(module), function)
@@ -102,18 +102,18 @@ def make(name: str, workload: Workload, params: Any = None, **options: Any) -> C
 
 
 def trains(name: str, model: str) -> bool:
-    """Whether the contender has a network for a workload."""
+    """Returns whether the contender has a network for a workload."""
     return model in (RECIPES[name].models or (model,))
 
 
 def installed(name: str) -> bool:
-    """Whether what the contender needs is there."""
+    """Returns whether the package that the contender needs is installed."""
     needs = RECIPES[name].needs
     return not needs or importlib.util.find_spec(needs) is not None
 
 
 class _Terminal(io.TextIOWrapper):
-    """A terminal that nobody looks at."""
+    """A terminal whose output is discarded."""
 
     def isatty(self) -> bool:
         return True

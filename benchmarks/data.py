@@ -1,4 +1,4 @@
-"""What data costs: arrays, Grain and a large file, beside a loop that has its data on the device.
+"""The cost of data: arrays, Grain and a large file, relative to data on the device.
 
     python -m benchmarks.data [--rounds 5]
 
@@ -104,7 +104,7 @@ def pipeline(x, y):
 
 
 def alone(data, n_steps):
-    """The batches of a pipeline, without any training."""
+    """Iterates over the batches of a pipeline without training."""
     batches = iter(ff.data.as_stream(data))
 
     def epoch(number):
@@ -115,7 +115,7 @@ def alone(data, n_steps):
 
 
 def peak_of_training_on(n_bytes):
-    """The peak memory of a process that trains on a mapped file of that size."""
+    """Returns the peak memory of a process that trains on a mapped file of that size."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.data", "--train-on", folder, str(n_bytes)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

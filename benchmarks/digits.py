@@ -1,4 +1,4 @@
-"""From process start to a trained digits model: flaxfit beside Keras 3 on JAX.
+"""From process start to a trained digits model: flaxfit and Keras 3 on JAX.
 
     python -m benchmarks.digits [--rounds 5]
 

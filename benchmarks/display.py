@@ -1,4 +1,4 @@
-"""Time per training step with the live bar beside none, on the digits MLP.
+"""Time per training step with and without the live bar, on the digits MLP.
 
     python -m benchmarks.display [--rounds 31]
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def loop_with_bar(n_steps: int):
-    """A TrainLoop on one device, which shows how it goes."""
+    """Makes a TrainLoop on one device, with a display."""
     model, _, x, y = task_parts()
     stream = ff.ArrayStream(x[:1792], y[:1792], batch_size=64, shuffle=True)
     task = ff.TrainTask(model.apply, optax.adam(1e-4), "crossentropy", stream, ["accuracy"])
@@ -70,13 +70,13 @@ def loop_with_bar(n_steps: int):
 
 
 def round_of(loop, watchers) -> float:
-    """Trains up to the next checkpoint, with these watchers; its loss."""
+    """Trains to the next checkpoint with these watchers; returns the loss."""
     loop.dispatch_watchers[:] = watchers
     return loop.next_checkpoint().loss
 
 
 def share_of(loop, watchers) -> float:
-    """The share of a round that is spent in watchers."""
+    """Returns the fraction of a round that watchers take."""
     spent = 0.0
 
     def timed(watch):

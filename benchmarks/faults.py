@@ -1,4 +1,4 @@
-"""Runs that are killed and damaged again and again, and where every one of them ends.
+"""Kills and damages runs repeatedly, and checks where each of them ends.
 
     python -m benchmarks.faults [--kills 100] [--damages 20] [--sizes 10 100 500]
 
@@ -51,7 +51,7 @@ DAMAGES = ("a bit flipped", "a file truncated", "a file deleted", "an empty fold
 
 
 def main() -> None:
-    """Prints the table of faults, and what a save costs."""
+    """Prints the table of faults, and the cost of a save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--damages", type=int, default=20)
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def faults(n_kills: int, n_damages: int, chance: random.Random) -> int:
-    """Tries the faults, prints their table, and returns how many runs were lost to them."""
+    """Tries the faults, prints their table, and returns the number of lost runs."""
     plan = [RANDOM, *INSTANTS]
     kills = [plan[i % 2 and 1 + i // 2 % len(INSTANTS)] for i in range(n_kills)]
     damages = [DAMAGES[i % len(DAMAGES)] for i in range(n_damages)]
@@ -112,7 +112,7 @@ def faults(n_kills: int, n_damages: int, chance: random.Random) -> int:
 
 
 def report(counts: dict[str, collections.Counter], n_runs: int) -> int:
-    """Prints the table; returns the number of faults that a run was lost to."""
+    """Prints the table; returns the number of faults that lost a run."""
     columns = ("tried", "detected", "survived", "lost")
     print(f"\n{'fault':36}" + "".join(f"{column:>10}" for column in columns))
     for name, row in counts.items():
@@ -125,7 +125,7 @@ def report(counts: dict[str, collections.Counter], n_runs: int) -> int:
 
 
 class Trainer:
-    """Starts processes that train; they are forked from one that has imported everything."""
+    """Starts training processes, forked from one that has imported everything."""
 
     def __init__(self, work: Path):
         self.work = work
@@ -151,7 +151,7 @@ class Trainer:
 
 
 def detects(folder: Path, kind: str) -> bool:
-    """Whether a damage is refused by strict reading, and else set aside for another checkpoint."""
+    """Returns whether strict reading refuses the damage, and other reading sets it aside."""
     from flaxfit.checkpoints import CheckpointFileReader
 
     n_corrupt = len(list(folder.glob("corrupt-*")))
@@ -168,7 +168,7 @@ def detects(folder: Path, kind: str) -> bool:
 
 
 def train(folder: str, result: str, cache: str, trap: tuple | None) -> None:
-    """One process: a call of `fit` that goes on from whatever is in the folder."""
+    """One process: a call of `fit` that resumes from the folder."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     import jax
 
@@ -210,7 +210,7 @@ def train(folder: str, result: str, cache: str, trap: tuple | None) -> None:
 
 
 def make_net() -> object:
-    """A model with all that makes resuming hard."""
+    """Makes a model with everything that makes resuming hard."""
     import flax.linen as nn
 
     class Net(nn.Module):
@@ -248,7 +248,7 @@ def set_trap(instant: tuple[str, str, str], n: int) -> None:
 
 
 def damage(folder: Path, kind: str, chance: random.Random) -> bool:
-    """Damages the newest checkpoint of a folder that holds another one; whether it did."""
+    """Damages the newest of several checkpoints in a folder; returns whether it did."""
     steps = [entry for entry in folder.glob("*") if entry.name.isdigit() and any(entry.iterdir())]
     steps.sort(key=_number)
     if len(steps) < 2:
@@ -275,7 +275,7 @@ def _number(path: Path) -> int:
 
 
 def cost(megabytes: int, n_rounds: int = 15) -> float:
-    """How many times as long as Orbax's own the call takes that begins a save in the background.
+    """Returns the time of the call that starts a background save, relative to Orbax's own.
 
     The larger of two ratios: to a bare `AsyncCheckpointer`, and to a `CheckpointManager`, which
     keeps the last step and a record beside it as we do. Each is the median of the ratios of

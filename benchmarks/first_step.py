@@ -1,4 +1,4 @@
-"""From the start of a process to its first finished step, beside a hand-written script.
+"""Time from process start to the first finished step, relative to a hand-written script.
 
     python -m benchmarks.first_step [--quick] [--rounds 5] [--models mlp ...]
         [--contenders TrainLoop ...] [--caches no warm] [--epochs 714] [--devices 4]
@@ -48,13 +48,13 @@ PARTS = {
 
 
 def transformer(quick: bool) -> Workload:
-    """48 layers that are written out."""
+    """48 layers, unrolled."""
     workload = workloads.transformer(quick=True)
     return dataclasses.replace(workload, sizes=(16, 3 if quick else 48, 2, 8))
 
 
 def resnet(quick: bool) -> Workload:
-    """ResNet-50, with groups in place of batch statistics, on images of noise."""
+    """ResNet-50 with group normalization, on images of noise."""
     blocks, width, size = ((1, 1), 8, 8) if quick else ((3, 4, 6, 3), 64, 64)
     return workloads.images(4, size, (width, *blocks))
 
@@ -63,7 +63,7 @@ MODELS = {"mlp": workloads.mlp, "transformer": transformer, "resnet": resnet}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints a table, or trains one step where that is asked of a child."""
+    """Prints a table, or as a child process trains one step."""
     parser = argparse.ArgumentParser("python -m benchmarks.first_step", description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--contenders", nargs="+", default=list(NAMES), choices=NAMES + OTHERS)
@@ -112,7 +112,7 @@ def _compared(
 
 
 def _start(name: str, model: str, cache: str | None, options: list[str]) -> dict[str, float]:
-    """Starts a process that trains; returns what it took."""
+    """Starts a training process; returns its times."""
     settings: dict[str, str] = {"FLAXFIT_COMPILATION_CACHE": "off"}
     if cache is not None and name.startswith(BASE):
         settings = {
@@ -136,7 +136,7 @@ def _start(name: str, model: str, cache: str | None, options: list[str]) -> dict
 
 
 def _train(name: str, workload: Workload, epochs: int, n_devices: int) -> None:
-    """Trains these epochs, or one step; prints what that took, and ends the process."""
+    """Trains these epochs, or one step; prints the times, and ends the process."""
     jax.config.update("jax_num_cpu_devices", n_devices)
     importlib.import_module(contenders.RECIPES[name].maker.partition(":")[0])
     took: dict[str, Any] = dict.fromkeys((*PARTS.values(), "programs"), 0)

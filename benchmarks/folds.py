@@ -1,4 +1,4 @@
-"""Folds of a cross-validation: what the first one costs, and what a further one still compiles.
+"""Folds of a cross-validation: the cost of the first, and the compilation in later ones.
 
     python -m benchmarks.folds [--folds 5] [--quick]
 
@@ -27,7 +27,7 @@ import flaxfit as ff
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 MOST = 0.3
-"""Seconds that a fold after the first may spend in compiling."""
+"""The seconds of compilation allowed in a fold after the first."""
 
 
 class Linen(nn.Module):
@@ -55,7 +55,7 @@ MODULES: dict[str, Any] = {
 
 
 def run(form: str, n_folds: int, n_rows: int | None) -> None:
-    """Prints a line: seconds of the first fold and of a further one, and those of compiling."""
+    """Prints the seconds of the first and a later fold, in all and in compilation."""
     compiled = [0.0]
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration_secs, **_: compiled.append(duration_secs * (event == COMPILED))
@@ -81,7 +81,7 @@ def run(form: str, n_folds: int, n_rows: int | None) -> None:
 
 
 def main() -> None:
-    """Runs each form in a process of its own."""
+    """Runs each form in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="2 folds of 320 rows")

@@ -1,4 +1,4 @@
-"""Fresh processes: what it takes from the start of Python to a trained model, and how much memory.
+"""Fresh processes: time and memory from the start of Python to a trained model.
 
     python -m benchmarks.fresh CONTENDER MODEL EPOCHS N_STEPS [--quick]
 
@@ -48,7 +48,7 @@ def measure(model: str, names: Iterable[str], *, rounds: int, quick: bool) -> di
 
 
 def peak_mebibytes() -> float:
-    """The peak memory of this process.
+    """Returns the peak memory of this process.
 
     Not `ru_maxrss` where it can be helped: on Linux that begins with the peak of the parent.
     """

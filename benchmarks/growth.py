@@ -1,4 +1,4 @@
-"""How costs grow with the work, and what must not grow at all.
+"""How costs grow with the work, and a check of the costs that must not grow.
 
     python -m benchmarks.growth [--sections arrays epochs fits] [--quick] [--output growth.json]
 
@@ -45,9 +45,9 @@ from benchmarks.workloads import make
 MIB = 2**20
 _N_READINGS = 10
 _MEMORY_SLACK = 16.0
-"""MiB that the allocator and the interpreter may take after the first fifth."""
+"""MiB that allocator and interpreter may add after the first fifth."""
 _UNFINISHED = 24
-"""Arrays of dispatches that the devices may not have finished."""
+"""Arrays of unfinished dispatches."""
 _CONSTANT = ("MiB", "threads", "files", "live arrays", "programs")
 _RESTORE = "restored in "
 _BY_HAND = ("hand-written", "hand-written, host-fed")
@@ -55,7 +55,7 @@ _BY_HAND = ("hand-written", "hand-written, host-fed")
 
 @dataclasses.dataclass
 class Growth:
-    """What was measured as the work grew: a row for each size."""
+    """Measurements as the work grows: a row for each size."""
 
     section: str
     work: str
@@ -73,7 +73,7 @@ class Growth:
         return "\n".join(lines) + "\n"
 
     def problems(self) -> list[str]:
-        """Names what grew between a fifth of the work and its end, if it must not."""
+        """Lists the constant values that grew between a fifth of the work and its end."""
         first = next(r for r in self.rows if r[self.work] >= self.rows[-1][self.work] / 5)
         last = self.rows[-1]
         slack = {"MiB": _MEMORY_SLACK, "live arrays": _UNFINISHED}
@@ -85,7 +85,7 @@ class Growth:
 
 
 def arrays(quick: bool) -> Iterator[Growth]:
-    """The overhead of TrainLoop over the faster hand-written loop, by the number of arrays."""
+    """Measures the overhead of TrainLoop over the faster hand-written loop, by number of arrays."""
     rows = []
     for n in (10, 100) if quick else (10, 100, 1_000):
         (found,) = measure(
@@ -110,7 +110,7 @@ def arrays(quick: bool) -> Iterator[Growth]:
 
 
 def checkpoints(quick: bool) -> Iterator[Growth]:
-    """What the training thread waits for, and all of a save."""
+    """Times saves: the wait of the training thread, and the whole save."""
     rows = []
     for n_bytes in (MIB, 2 * MIB) if quick else (MIB, 16 * MIB, 128 * MIB, 512 * MIB, 2048 * MIB):
         with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +132,7 @@ def checkpoints(quick: bool) -> Iterator[Growth]:
 
 
 def restores(quick: bool) -> Iterator[Growth]:
-    """A state is saved whole, and restored in processes of their own onto more and more devices."""
+    """Saves a state, and times restoring it onto more and more devices in separate processes."""
     rows, n_bytes = [], MIB if quick else 128 * MIB
     with tempfile.TemporaryDirectory() as folder:
         ff.checkpoints.save(folder, _state(n_bytes))
@@ -146,7 +146,7 @@ def restores(quick: bool) -> Iterator[Growth]:
 
 
 def restore(folder: str, n_bytes: int, n_devices: int) -> None:
-    """Restores a state onto simulated devices; says how long the second time took."""
+    """Restores a state onto simulated devices; prints the time of the second restore."""
     jax.config.update("jax_num_cpu_devices", n_devices)
     strategy = ff.Sharded.fsdp()
     shapes = jax.eval_shape(lambda: _state(n_bytes))
@@ -165,7 +165,7 @@ def restore(folder: str, n_bytes: int, n_devices: int) -> None:
 
 
 def epochs(quick: bool) -> Iterator[Growth]:
-    """Shuffled epochs of small examples in batches of 1,000."""
+    """Times shuffled epochs of small examples in batches of 1,000."""
     rows, batch_size = [], 100 if quick else 1_000
     for n in (1_000, 10_000) if quick else (1_000, 10_000, 100_000, 1_000_000, 10_000_000):
         x = np.ones((n, 1), np.float32)
@@ -188,7 +188,7 @@ def epochs(quick: bool) -> Iterator[Growth]:
 
 
 def steps(quick: bool) -> Iterator[Growth]:
-    """Steps of a tiny model, with a checkpoint at each reading."""
+    """Reads the memory over steps of a tiny model, at its checkpoints."""
     n = 1_000 if quick else 1_000_000
     x = np.ones((64, 1), np.float32)
     spacing = n // _N_READINGS
@@ -200,7 +200,7 @@ def steps(quick: bool) -> Iterator[Growth]:
 
 
 def fits(quick: bool) -> Iterator[Growth]:
-    """Calls of `fit`, with validation and a history."""
+    """Reads the memory over calls of `fit`, with validation and a history."""
     n_warm, n = (5, 10) if quick else (40, 1_000)
     x = np.ones((32, 2), np.float32)
     folder = tempfile.TemporaryDirectory()
@@ -235,7 +235,7 @@ SECTIONS: dict[str, Callable[[bool], Iterator[Growth]]] = {
 
 
 class _Reading:
-    """Reads what a process holds; programs are those compiled since the first reading began.
+    """Reads the resources of this process; programs are those compiled since the first reading.
 
     Those that are read from the compilation cache do not count.
     """
@@ -275,7 +275,7 @@ def _state(n_bytes: int) -> ff.TrainState:
 
 
 def _free_memory() -> float:
-    """The bytes of memory that are available; without Linux's figure, nothing is known."""
+    """Returns the available memory in bytes; infinity where /proc does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

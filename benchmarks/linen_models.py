@@ -1,4 +1,4 @@
-"""The networks in linen, whose names of parameters the other rivals go by."""
+"""The networks in Linen; the other rivals use their parameter names."""
 
 from typing import Any
 
@@ -119,17 +119,17 @@ _MODULES = {
 
 
 def build(workload: Workload) -> nn.Module:
-    """The network of a workload."""
+    """Returns the network of a workload."""
     return _MODULES[workload.name](workload.n_classes, *workload.sizes)
 
 
 def initial_params(workload: Workload) -> Any:
-    """The parameters that every rival starts from, as NumPy arrays."""
+    """Returns the initial parameters of every rival, as NumPy arrays."""
     init = jax.jit(build(workload).init)
     return jax.tree.map(np.asarray, init(jax.random.key(0), workload.x[:1])["params"])
 
 
 def by_path(params: Any) -> dict[str, np.ndarray]:
-    """The parameters by path, such as "Dense_0/kernel"."""
+    """Returns the parameters by path, such as "Dense_0/kernel"."""
     leaves, _ = jax.tree.flatten_with_path(params)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}

@@ -1,4 +1,4 @@
-"""Measuring: contenders in turn, round after round, after a check that they do the same work."""
+"""Measures contenders in turns, after checking that they do the same work."""
 
 import dataclasses
 import gc
@@ -37,11 +37,11 @@ class Measurement:
     quantity: str
     unit: str
     values: dict[str, list[float]]
-    """By contender, one of each round, in the same order for all."""
+    """By contender, one value per round, in the same order for all."""
     losses: dict[str, float]
     n_devices: int = 1
     load: float = 0.0
-    """How many processes wanted a core at the end: above the number of cores, distrust it all."""
+    """The load at the end: if it exceeds the number of cores, the values are unreliable."""
 
     def best(self, name: str) -> str | None:
         """Returns the fastest hand-written loop that takes as many steps a call as a contender.
@@ -55,17 +55,17 @@ class Measurement:
         )
 
     def ratio(self, name: str, base: str | None) -> float | None:
-        """The median over the rounds of the ratio to the base; None where that was not measured."""
+        """Returns the median over the rounds of the ratio to the base; None if not measured."""
         ratios = self._ratios(name, base)
         return statistics.median(ratios) if ratios else None
 
     def bounds(self, name: str, base: str | None) -> tuple[float, float] | None:
-        """Between what the ratio lies with 95 % certainty; None where too few rounds tell."""
+        """Returns the 95 % confidence bounds of the ratio; None with too few rounds."""
         ratios = self._ratios(name, base)
         return around_median(ratios) if len(ratios) >= _LEAST_ROUNDS else None
 
     def _ratios(self, name: str, base: str | None) -> list[float]:
-        """The ratio to the base in each round; none where that was not measured."""
+        """Returns the ratio to the base in each round; empty if not measured."""
         if base not in self.values or name not in self.values:
             return []
         pairs = zip(self.values[name], self.values[base], strict=True)
@@ -73,7 +73,7 @@ class Measurement:
 
 
 def pooled(measurements: Sequence[Measurement]) -> Measurement:
-    """The same measured in several processes, as one of all their rounds.
+    """Merges the measurements of several processes, as one with all their rounds.
 
     Raises:
       SystemExit: a contender came to another loss in another process.
@@ -129,7 +129,7 @@ def measure(
 
 
 def check(contenders: dict[str, Contender], losses: dict[str, float]) -> None:
-    """Ends the program unless all have come as far, with as many parameters."""
+    """Ends the program unless the contenders agree in parameters, losses and predictions."""
     counts = {name: contender.count() for name, contender in contenders.items()}
     if len(set(counts.values())) > 1:
         raise SystemExit(f"The numbers of parameters disagree: {counts}")
@@ -148,7 +148,7 @@ def check(contenders: dict[str, Contender], losses: dict[str, float]) -> None:
 
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
-    """Ends the program unless the losses agree to that part of them."""
+    """Ends the program unless the losses agree to that relative tolerance."""
     first = next(iter(losses.values()), 0.0)
     # Written so that a loss that is not a number disagrees.
     if not all(abs(loss - first) <= tolerance * abs(first) for loss in losses.values()):
@@ -169,7 +169,7 @@ def _can_run(name: str, workload: Workload, n_devices: int) -> bool:
 def _blocks(
     workload: Workload, contenders: dict[str, Contender]
 ) -> list[tuple[str, str, dict[str, Callable[[], Any]], int]]:
-    """What to time: the quantity, its unit, a function for each contender, the units in a call."""
+    """Yields quantities: name, unit, a function for each contender, the units per call."""
     epochs, n_examples = workload.epochs, len(workload.x)
 
     def train(contender: Contender) -> Callable[[], Any]:
@@ -204,7 +204,7 @@ def _blocks(
 
 
 def _rounds(blocks: dict[str, Callable[[], Any]], n: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds per unit by contender; the order within a round is drawn anew each time."""
+    """Returns microseconds per unit by contender; each round has a new random order."""
     values: dict[str, list[float]] = {name: [] for name in blocks}
     order = random.Random()
     for i in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""What exact objectives cost: weights per token, a gathered contrastive loss, a collected metric.
+"""The cost of exact objectives: token weights, a gathered contrastive loss, collected metrics.
 
     python -m benchmarks.objectives [--rounds 15] [--small]
 
@@ -59,7 +59,7 @@ def report(name: str, contenders: dict[str, Callable[[], float]], rounds: int, l
 
 
 def run_of(module: nn.Module, task: ff.TrainTask, **options: object) -> Callable[[], float]:
-    """A function that takes so many steps and returns the loss."""
+    """Returns a function that takes that many steps and returns the loss."""
     loop = ff.TrainLoop(
         module,
         task,
@@ -86,7 +86,7 @@ class LanguageModel(nn.Module):
 
 
 def token_weights(batch_size: int) -> dict[str, Callable[[], float]]:
-    """The step of a language model without weights, and with some for each token."""
+    """Compares steps of a language model without weights and with token weights."""
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, VOCABULARY, (2, STEPS * batch_size, 64)).astype(np.int32)
     counts = rng.random(y.shape) > 0.3
@@ -106,7 +106,7 @@ def token_weights(batch_size: int) -> dict[str, Callable[[], float]]:
 
 
 class Towers(nn.Module):
-    """Two networks, whose outputs are compared."""
+    """Two networks, one for each side of the pairs."""
 
     @nn.compact
     def __call__(self, a, b):
@@ -117,14 +117,14 @@ class Towers(nn.Module):
 
 
 def info_nce(a, b):
-    """As `ff.losses.info_nce`, by hand."""
+    """Computes `ff.losses.info_nce` by hand."""
     a, b = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (a, b))
     logits, own = 10 * a @ b.T, jnp.arange(len(a))
     return (ff.losses.crossentropy(logits, own) + ff.losses.crossentropy(logits.T, own)) / 2
 
 
 def contrastive(batch_size: int) -> dict[str, Callable[[], float]]:
-    """The step of a contrastive loss over two devices, by hand and by strategy."""
+    """Compares steps of a contrastive loss over two devices, by hand and by strategy."""
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, STEPS * batch_size, 256)).astype(np.float32)
     module, optimizer, devices = Towers(), optax.adam(1e-3), jax.devices()[:2]
@@ -166,7 +166,7 @@ def contrastive(batch_size: int) -> dict[str, Callable[[], float]]:
 
 
 class Convolutions(nn.Module):
-    """The network that is usual for games of Atari."""
+    """The usual network for Atari games."""
 
     @nn.compact
     def __call__(self, x):
@@ -176,7 +176,7 @@ class Convolutions(nn.Module):
 
 
 def gradient_norm(batch_size: int) -> dict[str, Callable[[], float]]:
-    """The step of convolutions that does not report the norm of its gradient, and one that does."""
+    """Compares steps of convolutions with and without the gradient norm."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(batch_size, 84, 84, 4)).astype(np.float32)
     data = ff.ArrayStream(x, rng.integers(0, 6, batch_size), batch_size=batch_size)
@@ -190,7 +190,7 @@ def gradient_norm(batch_size: int) -> dict[str, Callable[[], float]]:
 
 
 def collected(n_rows: int) -> float:
-    """MiB by which a metric that collects rows of two numbers raises this process's peak memory."""
+    """Returns the MiB that a metric of collected rows of two numbers adds to the peak memory."""
     x, y = np.random.default_rng(0).normal(size=(2, n_rows, 1)).astype(np.float32)
 
     def correlation(outputs, targets):

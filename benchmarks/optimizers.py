@@ -1,4 +1,4 @@
-"""Time per training step of adjustable optimizers beside plain optax, on the digits MLP.
+"""Time per training step of adjustable optimizers and plain Optax, on the digits MLP.
 
     python -m benchmarks.optimizers [--rounds 15]
 

@@ -1,4 +1,4 @@
-"""Reporting: measurements as Markdown tables and as JSON."""
+"""Reports measurements as Markdown tables and as JSON."""
 
 import dataclasses
 import importlib.metadata
@@ -46,7 +46,7 @@ def table(measurement: Measurement) -> str:
 def write(
     path: str | os.PathLike[str], measurements: Iterable[Measurement], **settings: Any
 ) -> None:
-    """Writes all values of all rounds, with what they were measured on."""
+    """Writes all values of all rounds, with the machine and the versions."""
     content = {
         "environment": environment(),
         "settings": settings,
@@ -56,13 +56,13 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> list[Measurement]:
-    """The measurements in a file."""
+    """Reads the measurements in a file."""
     content = json.loads(Path(path).read_text(encoding="utf-8"))
     return [Measurement(**fields) for fields in content["measurements"]]
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the versions."""
+    """Returns facts about the machine, and the versions."""
     import jax
 
     versions = {}

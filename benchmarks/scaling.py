@@ -1,4 +1,4 @@
-"""What scaling costs: bytes per device, TrainLoop's time per step over a bare compiled call, and
+"""The cost of scaling: bytes per device, TrainLoop's time per step over a bare compiled call, and
 the time of virtual replicas over that of plain data parallelism.
 
     python -m benchmarks.scaling [--rounds 41] [--steps 40] [--devices 1 2 4] [--processes 3]
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def run(*arguments: str, is_quiet: bool = False) -> list["Comparison"]:
-    """Runs this benchmark in a process of its own; what it has compared."""
+    """Runs this benchmark in a separate process; returns its comparisons."""
     command = [sys.executable, "-m", "benchmarks.scaling", *arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     if not is_quiet:
@@ -79,7 +79,7 @@ def run(*arguments: str, is_quiet: bool = False) -> list["Comparison"]:
 
 @dataclasses.dataclass
 class Comparison:
-    """Seconds per step of two contenders in each round: those that pass, and the processor's."""
+    """Seconds per step of two contenders in each round: wall time and processor time."""
 
     name: str
     base: str
@@ -90,7 +90,7 @@ class Comparison:
     load: float
 
     def joined(self, others: Sequence["Comparison"]) -> "Comparison":
-        """With the rounds of others."""
+        """Returns it with the rounds of others."""
         more = [self, *others]
         return dataclasses.replace(
             self,
@@ -113,7 +113,7 @@ class Comparison:
 
 
 def parts(resident: bool = True):
-    """The model and the task of a regression, with data that is kept on the devices or is not."""
+    """Returns model and task of a regression, with resident data or not."""
     import numpy as np
     import optax
     from flax import linen as nn
@@ -130,7 +130,7 @@ def parts(resident: bool = True):
 
 
 def memory() -> None:
-    """Bytes of the state on each of eight devices under FSDP."""
+    """Measures the bytes of the state on each of eight devices under FSDP."""
     import flaxfit as ff
 
     model, task, _ = parts()
@@ -150,7 +150,7 @@ def memory() -> None:
 
 
 def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
-    """The time of a step of TrainLoop over that of a bare call of the update it compiles."""
+    """Compares a step of TrainLoop with a bare call of its compiled update."""
 
     import numpy as np
 
@@ -209,7 +209,7 @@ def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
 
 
 def virtual(rounds: int, n_steps: int) -> None:
-    """The time of a step in eight virtual replicas over that of a plain one."""
+    """Compares a step in eight virtual replicas with a plain one."""
     import flaxfit as ff
 
     def make_loop(**options):
@@ -234,7 +234,7 @@ def virtual(rounds: int, n_steps: int) -> None:
 
 
 def run_loop(loop, n_steps: int) -> None:
-    """Takes so many steps, and makes a checkpoint."""
+    """Takes that many steps, and makes a checkpoint."""
     for _ in loop.run(n_steps):
         pass
 
@@ -246,7 +246,7 @@ def compare(
     n_steps: int,
     limit: str = "",
 ) -> None:
-    """Prints how two contenders compare that take turns, and their times in each round."""
+    """Prints the comparison of two contenders, and their times in each round."""
     (base, first), (other, second) = contenders.items()
     times = []
     for number in range(rounds + 1):
@@ -262,7 +262,7 @@ def compare(
 
 
 def timed(function: Callable[[], None]) -> tuple[float, float]:
-    """The seconds that pass and that this process computes, its threads together."""
+    """Returns wall time and processor time of all threads, in seconds."""
     start = time.perf_counter(), time.process_time()
     function()
     return time.perf_counter() - start[0], time.process_time() - start[1]

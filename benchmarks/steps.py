@@ -1,4 +1,4 @@
-"""Time per training step: TrainLoop and fit beside hand-written loops, on the shuffled digits.
+"""Time per training step: TrainLoop, `fit` and hand-written loops on the shuffled digits.
 
     python -m benchmarks.steps [--rounds 60] [--epochs 10] [--width 128] [--batch-size 64]
 
@@ -67,7 +67,7 @@ def main() -> None:
 def contenders(
     problem: "Problem", epochs: int, steps_a_call: int, is_by_epoch: bool
 ) -> tuple[dict[str, Callable[[], float]], dict[str, Callable[[], float]]]:
-    """The rivals and flaxfit's forms: functions that train so many epochs, and return the loss.
+    """Returns the contenders: functions that train for some epochs and return the loss.
 
     Either metrics are read after each epoch, as `fit` does, or once at the end.
     """
@@ -87,7 +87,7 @@ def contenders(
 
 
 class Problem(NamedTuple):
-    """What all train."""
+    """The network of all contenders."""
 
     model: nn.Module
     optimizer: optax.GradientTransformation
@@ -103,7 +103,7 @@ class Problem(NamedTuple):
 def task_parts(
     width: int = 128,
 ) -> tuple[nn.Module, optax.GradientTransformation, np.ndarray, np.ndarray]:
-    """The model, the optimizer and the data that all use."""
+    """Model, optimizer and data of all contenders."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -115,7 +115,7 @@ def task_parts(
 def hand_written(
     problem: Problem, epochs: int, steps_a_call: int, is_resident: bool
 ) -> Callable[[], float]:
-    """A donating jit step, the metrics added up inside."""
+    """A donating `jit` step that also sums the metrics."""
     model, optimizer, x, y, batch_size = problem
 
     def update(carry: PyTree, x: jax.Array, y: jax.Array) -> PyTree:
@@ -194,7 +194,7 @@ def train_loop(
 
 
 def fit(problem: Problem, epochs: int, steps_a_call: int) -> Callable[[], float]:
-    """`Model.fit` with a metric and no display, whose history has an entry for each epoch."""
+    """`Model.fit` with a metric and no display; its history has an entry per epoch."""
     network, optimizer, x, y, batch_size = problem
     start = (lambda rngs, x: {"params": problem.params()}, network.apply)
     model = ff.Model(start, optimizer, "crossentropy", metrics=["accuracy"])

@@ -1,4 +1,4 @@
-"""The networks in PyTorch, their layers named as in linen."""
+"""The networks in PyTorch, with the layer names of Linen."""
 
 from typing import Any
 
@@ -104,7 +104,7 @@ _NETWORKS = {"mlp": MLP, "cnn": CNN, "transformer": Transformer, "recommender": 
 
 
 def build(workload: Workload, params: Any = None) -> nn.Module:
-    """The network of a workload, with those parameters of the linen one where they are given."""
+    """Returns the network of a workload, with the given parameters of the Linen network."""
     model = _NETWORKS[workload.name](workload.n_classes, *workload.sizes)
     if params is not None:
         with torch.no_grad():
@@ -114,7 +114,7 @@ def build(workload: Workload, params: Any = None) -> nn.Module:
 
 
 def _carry_over(params: Any, layer: nn.Module) -> None:
-    """Gives a layer the parameters of the linen layer of its name."""
+    """Sets the parameters of a layer to those of the Linen layer of that name."""
     if isinstance(layer, Attention):
         width = layer.out.in_features
         parts = [params[name] for name in ("query", "key", "value")]

@@ -1,4 +1,4 @@
-"""Contenders that take turns: their times per step, and the ratios of each round."""
+"""Times contenders in turns, and computes their ratios within a round."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 def take_turns(
     contenders: Mapping[str, Callable[[], float]], rounds: int, n_steps: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Microseconds per step in each round, and the loss that each contender ended with.
+    """Returns microseconds per step in each round, and the last loss of each contender.
 
     The order within a round is by chance, as the first one may come off worse or better. The
     first round, which compiles, does not count.
@@ -28,12 +28,12 @@ def take_turns(
 
 
 def ratio(values: list[float], base: list[float]) -> float:
-    """The median over the rounds of the ratio within a round."""
+    """Returns the median over the rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(values, base, strict=True))
 
 
 def around_median(values: Sequence[float]) -> tuple[float, float]:
-    """The two of the values that the median lies between with 95 % certainty, or more.
+    """Returns two of the values: the bounds of the median with at least 95 % confidence.
 
     By the order statistics of independent values, each of which is as likely to be below the median
     as above: of several processes it tells how these came out, and less of how others would. Fewer

@@ -13,7 +13,7 @@ from benchmarks.workloads import Workload
 
 
 def train_loop_of_nnx(workload: Workload, params: Any = None, **options: Any) -> Contender:
-    """The same of an nnx module whose parameters have the names of linen's."""
+    """The same with an NNX module whose parameters have Linen's names."""
     from flax import nnx  # Not by the others, whose start is measured, too.
 
     class MLP(nnx.Module):

@@ -1,4 +1,4 @@
-"""Kauldron: the steps of its trainer in a loop of one's own, as its notebooks have it.
+"""Kauldron: the steps of its trainer in a hand-written loop, as in its notebooks.
 
 To install it beside the other rivals, pip looks for versions without an end; what went was
 `pip install --no-deps kauldron`, and then likewise each package that it missed.
@@ -19,7 +19,7 @@ from benchmarks.workloads import Workload
 
 
 class Network(nn.Module):
-    """The network, told where in a batch its inputs stand."""
+    """The network, with the keys of its inputs in a batch."""
 
     network: nn.Module
     x: kontext.Key = "batch.x"

@@ -29,7 +29,7 @@ def make(
     steps_per_execution: int = 1,
     jit_compile: bool | str = "auto",
 ) -> Contender:
-    """A compiled Keras model; its arrays are handed to `fit` as they are."""
+    """A compiled Keras model, whose `fit` takes the arrays."""
     inputs = keras.Input(workload.x.shape[1:], dtype=str(workload.x.dtype))
     model = keras.Model(inputs, _NETWORKS[workload.name](inputs, workload))
     if params is not None:
@@ -60,7 +60,7 @@ def make(
 
 
 def _carry_over(params: Any, model: keras.Model) -> None:
-    """Gives the model the parameters of the linen network, whose layers have the same names."""
+    """Sets the parameters of the model to those of the Linen layers of the same names."""
     from benchmarks.linen_models import by_path
 
     arrays = by_path(params)
@@ -116,7 +116,7 @@ def _embedding(n: int, width: int, name: str) -> Any:
 
 
 def _as_in_linen(width: int) -> Any:
-    """How linen draws embeddings; those of Keras are smaller, and a model learns otherwise."""
+    """Linen's initializer of embeddings: with Keras's smaller values a model learns differently."""
     return keras.initializers.RandomNormal(stddev=width**-0.5)
 
 

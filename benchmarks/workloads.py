@@ -1,4 +1,4 @@
-"""Workloads: the data that every rival trains on, and how much of it; plain NumPy, no framework."""
+"""Workloads: the data of all rivals and its size; plain NumPy, no framework."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,12 +20,12 @@ class Workload:
     batch_size: int
     n_classes: int
     epochs: int
-    """Epochs in a timed block: enough for the block to outlast the noise of a clock."""
+    """Epochs in a timed block: enough to exceed the noise of the clock."""
     sizes: tuple[int, ...] = ()
-    """What the network needs to know, such as its width."""
+    """Sizes of the network, such as its width."""
     learning_rate: float = 1e-3
     epochs_from_start: int = 10
-    """Epochs of a whole process: few enough for losses that can be compared, not all near zero."""
+    """Epochs of a whole process: few enough that losses are not all near zero."""
 
     @property
     def n_steps(self) -> int:
@@ -33,13 +33,13 @@ class Workload:
         return len(self.x) // self.batch_size
 
     def cut(self, n_steps: int) -> "Workload":
-        """The same with whole batches only, and at most that many."""
+        """Returns a copy with whole batches only, and at most that many."""
         n = min(n_steps, self.n_steps) * self.batch_size
         return dataclasses.replace(self, x=self.x[:n], y=self.y[:n])
 
 
 def mlp(quick: bool) -> Workload:
-    """The 8x8 digits of scikit-learn: so little work that dispatch is most of it."""
+    """The 8x8 digits of scikit-learn: so little work that dispatch dominates."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -76,7 +76,7 @@ def transformer(quick: bool) -> Workload:
 
 
 def recommender(quick: bool) -> Workload:
-    """Predicts made-up ratings from the numbers of a user and of an item: mostly embeddings."""
+    """Predicts synthetic ratings from the numbers of a user and an item: mostly embeddings."""
     n_ids, width, batch_size, n_steps = (50, 4, 8, 4) if quick else (10_000, 32, 256, 32)
     random = np.random.default_rng(0)
     # A few are popular, most are rare.
@@ -88,7 +88,7 @@ def recommender(quick: bool) -> Workload:
 
 
 def leaves(n_leaves: int) -> Workload:
-    """Next to no work, spread over that many parameter arrays."""
+    """Almost no work, spread over that many parameter arrays."""
     random = np.random.default_rng(0)
     x = random.normal(size=(8 * 16, 8)).astype(np.float32)
     return Workload("leaves", x, x.argmax(-1).astype(np.int32), 8, 8, 4, (n_leaves,))
@@ -109,7 +109,7 @@ MODELS: dict[str, Callable[[bool], Workload]] = {
 
 
 def make(name: str, quick: bool) -> Workload:
-    """The workload of a name; "leaves-N" has N parameter arrays."""
+    """Returns the workload of a name; "leaves-N" has N parameter arrays."""
     if name.startswith("leaves-"):
         return leaves(int(name.removeprefix("leaves-")))
     return MODELS[name](quick)

@@ -1,4 +1,4 @@
-"""Own the loop: train the digits with your own `for`, evaluate, stop, and go on.
+"""Own the loop: iterate over checkpoints, evaluate, stop, and continue.
 
     python examples/02_loop.py
 
@@ -40,7 +40,7 @@ def main():
     )
     measure = ff.EvalLoop(ff.EvalTask(net, ["accuracy"], (x_test, y_test)), name="test")
 
-    # Nothing runs until your `for` asks for it: a checkpoint every 50 steps, the first at step 50.
+    # Nothing runs until your loop asks for it: a checkpoint every 50 steps, the first at step 50.
     loop = ff.TrainLoop(net, task, 0, n_steps=2000, n_steps_per_checkpoint=50, first_checkpoint=50)
     for checkpoint in loop:
         checkpoint = measure(checkpoint)

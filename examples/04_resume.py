@@ -1,4 +1,4 @@
-"""Kill a training run at any moment, start it again, and get the very same model.
+"""Kill a training run at any moment, start it again, and get exactly the same model.
 
     python examples/04_resume.py --kill    # dies by SIGKILL at a random step
     python examples/04_resume.py           # goes on, to the end

@@ -16,7 +16,7 @@ import flaxfit as ff
 
 
 class Encoder(nn.Module):
-    """Two convolutions, of which the first is called the stem."""
+    """Two convolutions; the first is called the stem."""
 
     @nn.compact
     def __call__(self, x):
@@ -48,7 +48,7 @@ def load_mnist():
 
 
 def train(init, optimizer, data, n_epochs, **options):
-    """Trains a classifier with a loop; its checkpoints come once an epoch."""
+    """Trains a classifier with a loop; it yields a checkpoint per epoch."""
     stream = ff.ArrayStream(*data, batch_size=100, shuffle=True, epochs=n_epochs)
     task = ff.TrainTask(Classifier().apply, optimizer, "crossentropy", stream, **options)
     loop = ff.TrainLoop(init, task, 0, n_steps_per_checkpoint=len(stream), callbacks=report)

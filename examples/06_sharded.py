@@ -71,8 +71,8 @@ def main():
     # A copy of the model on each of four devices, and a quarter of each batch.
     _, expected = train(ff.DataParallel(), x, y)
 
-    # Two devices share the heads and the feed-forward layers of the block; two such pairs share
-    # each batch and what is left of every array. No device ever holds the whole model.
+    # Each pair of devices splits the heads and the feed-forward layers of the block; the two pairs
+    # split each batch, and every array once more. No device ever holds the whole model.
     strategy = ff.Sharded.tensor_parallel(2, fsdp=True)
     model, loss = train(strategy, x, y)
     layout = strategy.describe(model.state)

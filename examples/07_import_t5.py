@@ -27,12 +27,12 @@ def examples(n, order, seed):
     """Random tokens and, as a second input and as the labels, the same in another order."""
     tokens = np.random.default_rng(seed).integers(1, SIZES.vocab, (n, LENGTH), np.int32)
     targets = np.sort(tokens)[:, ::order]
-    # The model sees the targets one token late: it predicts each from those before.
+    # The decoder gets the targets shifted by one: it predicts each token from the earlier ones.
     return (tokens, targets), targets
 
 
 def train(init, order, n_steps):
-    """Trains up to a step; prints how it goes on tokens that were not trained on."""
+    """Trains up to a step; prints metrics on held-out tokens."""
     data = ff.ArrayStream(*examples(8192, order, seed=0), batch_size=64, shuffle=True)
     task = ff.TrainTask(T5(SIZES).apply, OPTIMIZER, "crossentropy", data)
     test = ff.EvalTask(T5(SIZES).apply, ["accuracy"], examples(512, order, seed=1))

@@ -28,11 +28,11 @@ def main():
     images, labels = load_digits(return_X_y=True)
     x, x_test, y, y_test = train_test_split(images / 16, labels, test_size=357, random_state=0)
 
-    # The weights are made at the first batch, of the seed.
+    # The weights are initialized at the first batch, from the seed.
     model = ff.Model(Net(), optax.adam(3e-3), "crossentropy", metrics=["accuracy"], seed=0)
     model.fit(x, y, epochs=5, validation_data=(x_test, y_test))
 
-    # A Linen module holds no weights: this one is bound to those that were trained.
+    # A Linen module holds no weights; this one is bound to the trained ones.
     trained = model.trained()
     print("predicted", *trained(x_test[:10], train=False).argmax(-1))
     print("labels   ", *y_test[:10])

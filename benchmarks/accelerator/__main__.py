@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.accelerator import tables
 
 SECONDS = 530
-"""Of all parts together; each ends, or is ended, in its own time, and few take all of it."""
+"""The limit of all parts together; each has its own limit, which few reach."""
 PARTS = {
     "correctness:all": 95,
     "calls:mlp": 35,
@@ -97,7 +97,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """The environment of parts: they share compiled programs, and the memory with torch."""
+    """Returns the environment of parts, which share compiled programs, and memory with torch."""
     defaults = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAX_COMPILATION_CACHE_DIR": f"{folder}/programs",
@@ -110,7 +110,7 @@ def _environment(folder: str) -> dict[str, str]:
 def _rows_of(
     part: str, seconds: float, options: list[str], environment: dict[str, str], folder: str
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a part, and why it broke off where it did."""
+    """Yields the rows of a part, and the reason if it broke off."""
     section, _, name = part.partition(":")
     if seconds < _LEAST_SECONDS:
         yield {"broken": "There was no time left.", "is_failure": section == "correctness"}

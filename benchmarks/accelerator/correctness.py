@@ -1,4 +1,4 @@
-"""Correctness on the device: flaxfit beside hand-written loops, and beside itself, to the bit."""
+"""Correctness on the device: flaxfit against hand-written loops, and against itself to the bit."""
 
 import os
 import tempfile
@@ -55,12 +55,12 @@ MODULE, OPTIMIZER = Regularized(), optax.adam(1e-2)
 
 
 def arrays(**options: Any) -> ff.ArrayStream:
-    """Shuffled batches, the last of an epoch smaller."""
+    """Returns shuffled batches; the last of an epoch is smaller."""
     return ff.ArrayStream(X[:60], Y[:60], batch_size=16, shuffle=True, **options)
 
 
 def exact_loop(data: Any = None, init: Any = None, **options: Any):
-    """A TrainLoop with all that a resumed run must know."""
+    """Makes a TrainLoop with everything that a resumed run must restore."""
     options = {"n_steps": N_STEPS, "n_steps_per_checkpoint": 3, "first_checkpoint": 3, **options}
     return loop_of(MODULE, data or arrays(), init=init, **{"optimizer": OPTIMIZER, **options})
 
@@ -71,7 +71,7 @@ def sgd_loop(data: Any, **options: Any):
 
 
 def must_agree(a: Any, b: Any, what: str) -> str:
-    """Checkpoints of two runs: the same metrics and states, to the bit."""
+    """Checks that checkpoints of two runs have the same metrics and states, to the bit."""
     for x, y in zip(a, b, strict=True):
         if dict(x.metrics) != dict(y.metrics):
             raise Failed(f"{what}: {dict(x.metrics)} at step {x.step}, not {dict(y.metrics)}")
@@ -80,7 +80,7 @@ def must_agree(a: Any, b: Any, what: str) -> str:
 
 
 def near(loops: Any) -> str:
-    """The ends of two runs, whose programs may round differently."""
+    """Compares the ends of two runs, whose programs may round differently."""
     start = loops[0].state.params
     (*_, a), (*_, b) = loops
     far = distance(a.state.params, b.state.params, start)

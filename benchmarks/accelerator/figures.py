@@ -1,4 +1,4 @@
-"""Figures: contenders beside a hand-written loop, in rounds that both take part in."""
+"""Figures: contenders relative to a hand-written loop, in common rounds."""
 
 import functools
 import gc
@@ -31,7 +31,7 @@ from flaxfit import checkpoints
 _SAME_LOSS = {None: 5e-3, "bfloat16": 2e-2}
 _BLOCK_SECONDS, _MOST_ROUNDS, _LEAST_FOR_BOUNDS = 0.2, 20, 6
 SPIKE = 0.02
-"""Seconds that a loader takes now and then."""
+"""Seconds of an occasional delay of the loader."""
 
 Emit = Callable[..., None]
 
@@ -50,7 +50,7 @@ class Clock:
 def pair(
     emit: Emit, base: tuple[str, Callable[[], Any]], name: str, run: Callable[[], Any], **more: Any
 ) -> float:
-    """Times a function beside another, emits the figures, and returns the ratio.
+    """Times a function and a base in turns, emits the figures, and returns the ratio.
 
     Args:
       more: `seconds` for both, `n` units in a call, and what the row is to say.
@@ -72,7 +72,7 @@ def pair(
 
 
 class Rivals:
-    """Contenders on a job, each beside the same base and from the same parameters."""
+    """Contenders on a job, all relative to one base and from the same parameters."""
 
     def __init__(self, emit: Emit, job: Job, quick: bool, clock: Clock):
         self._emit, self.job, self._quick, self._clock = emit, job, quick, clock
@@ -80,7 +80,7 @@ class Rivals:
         self._longest = 0.0
 
     def set_base(self, name: str, make: loops.Make) -> None:
-        """Makes the contender that the others are beside."""
+        """Makes the base contender."""
         began = time.monotonic()
         self.name, self.base = name, make(self.job, self.params)
         self.loss, self.count = self.base.train(1), self.base.count()
@@ -134,7 +134,7 @@ class Rivals:
         )
 
     def add_foreign(self, name: str, needs: str, make: loops.Make, seconds: float) -> None:
-        """Adds a rival of another library, where that is installed and time is left."""
+        """Adds a rival of another library, if it is installed and time is left."""
         if find_spec(needs) is None:
             reason = "not installed"
         elif not self._quick and self._clock.left() < max(self._longest, seconds / 2):
@@ -181,7 +181,7 @@ def steps(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
 
 
 def calls(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
-    """Several steps a call beside the best hand-written scan, and both forms of a step."""
+    """Several steps per call relative to the best hand-written scan, and both forms of a step."""
     share = clock.left() / 8
     rivals = Rivals(emit, JOBS["mlp"](quick), quick, clock)
     scans = {
@@ -200,7 +200,7 @@ def calls(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
 
 
 def data(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
-    """Host-fed data, batches that are on the device already, and resident data."""
+    """Host data, batches already on the device, and resident data."""
     share = clock.left() / 5
     rivals = Rivals(emit, job := JOBS["cnn"](quick), quick, clock)
     fed = functools.partial(loops.train_loop, resident=False)
@@ -232,7 +232,7 @@ class Batches:
 
 
 def loader(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
-    """A loader that takes 20 ms now and then, half as long as the steps between, on average."""
+    """A loader with occasional delays of 20 ms, on average half as long as the steps between."""
     share = clock.left() / 5
     rivals = Rivals(emit, job := JOBS["cnn"](quick), quick, clock)
     rivals.set_base("hand-written, no spikes", loops.hand_written)
@@ -255,7 +255,7 @@ def loader(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
 
 
 def saving(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
-    """Copies of a state, and files of it, of the arrays of the transformer and of Adam."""
+    """Copies and files of a state with the arrays of the transformer and of Adam."""
     job, seconds = JOBS["transformer"](quick), clock.left() / 5
     params, optimizer = initial_params(job), optax.adam(1e-3)
     given = ff.TrainState.create(optimizer, {"params": {**params, "scale": np.ones(())}})

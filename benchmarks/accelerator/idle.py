@@ -1,4 +1,4 @@
-"""How long the devices are idle, from a trace of JAX's profiler."""
+"""The idle time of devices, from a trace of JAX's profiler."""
 
 import dataclasses
 import tempfile
@@ -19,11 +19,11 @@ class Idle:
     device: str
     seconds: float
     idle: float
-    """The part of it without any operation; transfers to and from the host are none."""
+    """The fraction without an operation; transfers to and from the host do not count."""
     longest_gap: float
     """Seconds."""
     transfers: float
-    """The part of it with a transfer to or from the host, also beside operations."""
+    """The fraction with a transfer to or from the host, also during operations."""
     n_operations: int
 
 
@@ -69,7 +69,7 @@ def summarise(data: Any) -> Idle:
 
 
 def _lines(data: Any) -> tuple[str, list[Any]]:
-    """The first device and the lines of its operations: streams of a GPU, "XLA Ops" of a TPU."""
+    """Returns the first device and its lines of operations: a GPU's streams, a TPU's "XLA Ops"."""
     planes = {plane.name: [*plane.lines] for plane in data.planes}
     for name in sorted(name for name in planes if name.startswith("/device:")):
         streams = [line for line in planes[name] if line.name.startswith("Stream")]

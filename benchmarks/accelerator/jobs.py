@@ -1,4 +1,4 @@
-"""Jobs: what is trained, on made-up data that needs no download."""
+"""Jobs: models, and synthetic data that needs no download."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ class Job(Workload):
 
 
 def mlp(quick: bool) -> Job:
-    """64-width-10: a step of next to no work."""
+    """64-width-10: a step with almost no work."""
     batch_size, n_steps, width = (64, 32, 16) if quick else (64, 320, 128)
     random = np.random.default_rng(0)
     x = random.normal(size=(batch_size * n_steps, 64)).astype(np.float32)

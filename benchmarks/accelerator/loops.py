@@ -91,7 +91,7 @@ def hand_written(
 
 
 def put_ahead(batches: Iterable[Any], device: Any) -> Iterator[Any]:
-    """Puts each batch on the device while the step of the one before it runs."""
+    """Puts each batch on the device while the step of the previous one runs."""
     iterator = iter(batches)
     ahead = [jax.device_put(batch, device) for batch in itertools.islice(iterator, 2)]
     while ahead:

@@ -1,4 +1,4 @@
-"""Parity: a TrainLoop beside a hand-written loop on the same device.
+"""Parity: a TrainLoop against a hand-written loop on the same device.
 
 Every distance is that of the variables, as a part of the way that the hand-written loop took. The
 tolerance must catch an error: the same loop with a learning rate that is off by four times the
@@ -25,11 +25,11 @@ RATE, MOMENTUM = 0.1, 0.9
 
 
 class Failed(Exception):
-    """A check did not find what is promised."""
+    """A check failed."""
 
 
 class Regularized(nn.Module):
-    """Running statistics and random numbers, which a step must carry on."""
+    """Running statistics and random numbers, which a step must update."""
 
     @nn.compact
     def __call__(self, x):
@@ -98,7 +98,7 @@ def loop_of(module: Any, data: Any, *, optimizer: Any = None, init: Any = None, 
 
 
 def distance(ours: Any, theirs: Any, start: Any) -> float:
-    """How far two trees are apart, as a part of the way from the start to the second."""
+    """Returns the distance of two trees, relative to that from the start to the second."""
 
     def flat(tree: Any) -> np.ndarray:
         return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
@@ -110,7 +110,7 @@ def distance(ours: Any, theirs: Any, start: Any) -> float:
 def parity(
     module: Any, batches: list[Any], precision: str | None = None, **options: Any
 ) -> Callable[[], str]:
-    """A check that a TrainLoop takes the steps of a hand-written loop."""
+    """Makes a check that a TrainLoop takes the steps of a hand-written loop."""
 
     def check() -> str:
         loop = loop_of(module, batches, precision=precision, **options)

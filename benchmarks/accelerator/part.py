@@ -1,4 +1,4 @@
-"""One part of a section, in a process of its own: `python -m benchmarks.accelerator.part`.
+"""One part of a section, in a separate process: `python -m benchmarks.accelerator.part`.
 
 A part that dies or takes too long costs the others nothing, peak memory is that of one contender,
 and what JAX reads when it is imported, such as XLA_FLAGS, is set for each part.
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def describe(emit: Any) -> None:
-    """Emits what the machine is."""
+    """Emits facts about the machine."""
     import jax
 
     from benchmarks.report import environment

@@ -7,7 +7,7 @@ Row = Mapping[str, Any]
 
 
 def title(environment: Row, is_quick: bool) -> str:
-    """The heading, with what was measured on."""
+    """Returns the heading, with the machine and the versions."""
     versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items() if v)
     limit = environment["bytes_limit"]
     memory = f", {limit / 2**30:.0f} GiB" if limit else ""
@@ -19,7 +19,7 @@ def title(environment: Row, is_quick: bool) -> str:
 
 
 def section(part: str, rows: Iterable[Row]) -> str:
-    """The table of a part; its notes and what went wrong below it."""
+    """Returns the table of a part, with its notes and failures below."""
     rows = [*rows]
     notes = [row[key] for row in rows for key in ("note", "broken") if key in row]
     named = [row for row in rows if "name" in row]
