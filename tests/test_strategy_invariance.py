@@ -495,7 +495,6 @@ def refusal(messages, strategy, accumulate, size):
     )
 
 
-QUICK = {"weighted values", "token weights"}
 # Others have all that is particular to these; their cells are thorough.
 HELD = {"weights of 0", "token weights of all outputs", "scalar mean", "scalar sum", "penalty"}
 HELD |= {"undeclared contrastive", "across, penalized", "mean of the model"}
@@ -514,7 +513,7 @@ def kinds_to_refuse():
 
 
 def cells(is_refused):
-    """The product: of each kind one cell is quick or slow, the others are thorough.
+    """The product: of each kind one cell is slow, or quick to refuse, the others are thorough.
 
     The epochs with a rest begin with whole batches. Kinds whose numbers depend on the replicas have
     no rest, which a strategy may divide over fewer of them.
@@ -532,7 +531,7 @@ def cells(is_refused):
         is_even = kind.by_replica or "rest" in kind.refused and not is_refused
         size = "even" if is_even else "rest"
         usual = [cell for cell in found if cell[2] == size]
-        is_quick = name in (QUICK_TO_REFUSE if is_refused else QUICK)
+        is_quick = is_refused and name in QUICK_TO_REFUSE
         mark = pytest.param if is_quick else slow
         if name in held and not is_quick:
             mark = thorough
