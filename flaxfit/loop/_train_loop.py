@@ -58,9 +58,9 @@ class EndOfData(Exception):
 class TrainLoop:
     """Trains a task, yielding a checkpoint at step 1, 1 + n, 1 + 2n, ... and at the last step.
 
-    Your own `for` loop drives it; between checkpoints nothing is read from the device. After an exception,
-    including Ctrl-C, the loop continues where it was. There is one run per loop: a second
-    `iter(loop)` continues it.
+    Your own `for` loop drives it; between checkpoints nothing is read from the device. After an
+    exception, including Ctrl-C, the loop continues where it was. There is one run per loop: a
+    second `iter(loop)` continues it.
 
     >>> import numpy as np, optax
     >>> x = np.ones((8, 1), np.float32)
