@@ -73,7 +73,7 @@ class Growth:
         return "\n".join(lines) + "\n"
 
     def problems(self) -> list[str]:
-        """Lists the constant values that grew between a fifth of the work and its end."""
+        """Describes what must not grow but did, between a fifth of the work and its end."""
         first = next(r for r in self.rows if r[self.work] >= self.rows[-1][self.work] / 5)
         last = self.rows[-1]
         slack = {"MiB": _MEMORY_SLACK, "live arrays": _UNFINISHED}

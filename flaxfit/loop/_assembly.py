@@ -130,7 +130,7 @@ def _key_of_several(items: Sequence[PyTree]) -> tuple[Hashable, list[PyTree]]:
 
 
 def _stacked(arrays: Sequence[Array]) -> Array:
-    """Stacks arrays on their devices, or on the host, faster than `np.stack`."""
+    """Stacks arrays on their devices, or on the host (there, faster than `np.stack`)."""
     places = {getattr(array, "sharding", None) for array in arrays}
     if len(places) == 1 and None not in places:
         return _stack(arrays)

@@ -221,7 +221,7 @@ def borrows(callback: Function) -> bool:
 
 
 def unfreezes(callback: Function) -> bool:
-    """Returns whether a callback unfreezes parameters, so that a run resumes with its `freeze`."""
+    """Returns whether a callback unfreezes parameters; a run resumes with the saved `freeze`."""
     return getattr(owner_of(callback), "unfreezes", False)
 
 

@@ -179,7 +179,7 @@ def _values_of(task: TrainTask | EvalTask) -> Function:
 
 
 def _replaces_targets(task: TrainTask | EvalTask, batch: Batch) -> bool:
-    """Returns whether targets of weight 0, which may be invalid, are replaced without padding.
+    """Returns whether a task without padding replaces targets of weight 0, which may be invalid.
 
     With padding, a loss that compares examples is refused in any case.
     """

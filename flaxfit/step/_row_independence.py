@@ -323,7 +323,7 @@ def _windowed(pair: _Pair, axis: int) -> bool:
 
 
 def _gathered(pair: _Pair, axis: int) -> bool:
-    """Returns whether a gather keeps rows: own indices for each, or the same indices for all."""
+    """Returns whether rows index a table or each itself by its own indices, or all by the same."""
     numbers, (array, indices) = pair.one.params["dimension_numbers"], pair.operands
     names = "dimension_numbers", "mode", "fill_value", "indices_are_sorted", "unique_indices"
     sizes = [each.params["slice_sizes"] for each in (pair.one, pair.two)]

@@ -410,7 +410,7 @@ def _arrays(tree: PyTree) -> list[np.ndarray]:
 
 
 def _differ(a: np.ndarray, b: np.ndarray, tolerance: float, rounding: float = 0.0) -> bool:
-    """Returns whether arrays differ by more than a tolerance relative to the largest such element.
+    """Returns whether arrays differ beyond a tolerance relative to the largest differing element.
 
     Large equal constants, such as those of masks, thus do not hide differences of small elements.
     """
