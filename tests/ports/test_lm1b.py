@@ -91,7 +91,7 @@ def by_hand(state, n=1):
     return hand
 
 
-def port(init, **devices):
+def port(init, **options):
     """The same training by flaxfit."""
 
     def loss(logits, inputs):
@@ -101,9 +101,9 @@ def port(init, **devices):
     def accuracy(logits, inputs):
         return logits.argmax(-1) == inputs, inputs > 0
 
-    options = {"inputs": COLUMNS, "targets": "inputs", "pad": False}
-    task = ff.TrainTask(Decoder(), OPTIMIZER, loss, BATCHES, {"accuracy": accuracy}, **options)
-    return ff.TrainLoop(init, task, 0, n_steps=N_STEPS, stdout=False, **devices)
+    columns = {"inputs": COLUMNS, "targets": "inputs"}
+    task = ff.TrainTask(Decoder(), OPTIMIZER, loss, BATCHES, {"accuracy": accuracy}, **columns)
+    return ff.TrainLoop(init, task, 0, n_steps=N_STEPS, stdout=False, **options)
 
 
 @pytest.mark.slow
