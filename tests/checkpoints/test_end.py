@@ -5,6 +5,7 @@ import textwrap
 import threading
 
 import pytest
+from checkpoint_files import make_checkpoint
 from marks import slow, thorough
 
 from flaxfit.checkpoints import (
@@ -28,8 +29,7 @@ def test_a_process_that_ends_without_close_loses_nothing(tmp_path, ending, run_c
     program = f"""
         import sys
         import jax.numpy as jnp, optax
-        from flaxfit import Checkpoint
-        from flaxfit import init_state
+        from flaxfit import Checkpoint, init_state
         from flaxfit.checkpoints import CheckpointFileWriter
 
         init = lambda rngs, x: {{"params": {{"w": jnp.ones((1000, 500))}}}}
@@ -52,8 +52,7 @@ def test_a_save_that_fails_when_the_process_ends_shows_in_its_exit_code(tmp_path
     program = f"""
         import atexit, sys
         import jax, jax.numpy as jnp
-        from flaxfit import Checkpoint
-        from flaxfit import TrainState
+        from flaxfit import Checkpoint, TrainState
         from flaxfit.checkpoints import CheckpointFileWriter, _folder
 
         def fail(*arguments):
@@ -75,7 +74,7 @@ def test_a_save_that_fails_when_the_process_ends_shows_in_its_exit_code(tmp_path
 
 
 @pytest.fixture
-def in_progress(tmp_path, tools, monkeypatch):
+def in_progress(tmp_path, monkeypatch):
     """A folder with a save that is completed once somebody waits for it; and its writer."""
     gate, complete, wait = threading.Event(), _folder.complete, _end.wait
 
@@ -87,12 +86,12 @@ def in_progress(tmp_path, tools, monkeypatch):
         gate.set()
         return wait(saves)
 
-    save(tmp_path / "run", tools.make_checkpoint(1))
+    save(tmp_path / "run", make_checkpoint(1))
     writer = CheckpointFileWriter(tmp_path / "run", monitor="loss")
     writer.asynchronous = True  # Also with a Python that cannot do so while it exits.
     monkeypatch.setattr(_folder, "complete", late)
     monkeypatch.setattr(_end, "wait", let_it_end)
-    writer(tools.make_checkpoint(2))
+    writer(make_checkpoint(2))
     yield tmp_path / "run"
     gate.set()
     writer.close()

@@ -5,19 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoint_files import SMALL, fill, read
+from checkpoint_files import SMALL, abstract, fill, make_checkpoint, make_state, read, replicated
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from loops import assert_identical
 
 from flaxfit.checkpoints import CheckpointFileWriter, list_steps, restore, save
 
 
 @pytest.mark.parametrize("which", [None, "abstract", "replicated"])
-def test_a_state_comes_back_bit_for_bit(tmp_path, tools, which):
-    state = tools.make_state(3)
-    save(tmp_path, tools.replicated(state))
-    template = {None: state, "abstract": tools.abstract(state)}.get(which, tools.replicated(state))
+def test_a_state_comes_back_bit_for_bit(tmp_path, which):
+    state = make_state(3)
+    save(tmp_path, replicated(state))
+    template = {None: state, "abstract": abstract(state)}.get(which, replicated(state))
     found = read(tmp_path, template)
-    tools.assert_same(found.state, state)
+    assert_identical(found.state, state)
     assert found.step == 3
     kernel = found.state.params["Dense_0"]["kernel"]
     assert len(kernel.devices()) == (4 if which == "replicated" else 1)
@@ -25,7 +26,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path, tools, which):
 
 def test_a_restored_state_without_a_place_can_go_to_any_device(tmp_path):
     fill(tmp_path, 1)
-    state = restore(tmp_path, jax.eval_shape(lambda: SMALL))
+    state = restore(tmp_path, abstract(SMALL))
     assert not state.params["w"].committed
     assert not state.key.committed
 
@@ -33,7 +34,7 @@ def test_a_restored_state_without_a_place_can_go_to_any_device(tmp_path):
 def test_a_restored_key_draws_the_same_numbers(tmp_path):
     state = SMALL.replace(key=jax.random.key(7, impl="rbg"))
     save(tmp_path, state)
-    found = restore(tmp_path, jax.eval_shape(lambda: state))
+    found = restore(tmp_path, abstract(state))
     np.testing.assert_array_equal(
         jax.random.normal(found.key, (3,)), jax.random.normal(state.key, (3,))
     )
@@ -55,10 +56,8 @@ def test_a_sharded_state_is_restored_on_other_devices(tmp_path):
     narrow = NamedSharding(Mesh(devices[:2], ("d",)), PartitionSpec(None, "d"))
     values = np.arange(32.0, dtype=np.float32).reshape(8, 4)
     save(tmp_path, SMALL.replace(params={"w": jax.device_put(values, wide)}))
-    template = SMALL.replace(
-        params={"w": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=narrow)}
-    )
-    found = restore(tmp_path, template).params["w"]
+    template = jax.ShapeDtypeStruct((8, 4), np.float32, sharding=narrow)
+    found = restore(tmp_path, SMALL.replace(params={"w": template})).params["w"]
     assert found.sharding == narrow
     np.testing.assert_array_equal(found, values)
 
@@ -95,8 +94,9 @@ def test_two_leaves_of_one_path_are_refused(tmp_path):
         save(tmp_path, state)
 
 
-def test_everything_beside_the_state_comes_back(tmp_path, tools):
-    checkpoint = tools.make_checkpoint(2, loss=0.25, val_loss=float("inf"))
+def test_everything_beside_the_state_comes_back(tmp_path):
+    confusion = np.array([[3, 1], [0, 4]], np.float32)
+    checkpoint = make_checkpoint(2, loss=0.25, val_loss=float("inf"), confusion=confusion)
     with CheckpointFileWriter(tmp_path) as writer:
         writer.save(
             checkpoint.replace(
@@ -109,10 +109,11 @@ def test_everything_beside_the_state_comes_back(tmp_path, tools):
             callback_states={"EarlyStopping": {"waited": 2}},
         )
     found = read(tmp_path)
+    np.testing.assert_array_equal(found.metrics.pop("confusion"), confusion)
     assert found.metrics == {"loss": 0.25, "val_loss": float("inf")}
     assert found.data_state == {"epoch": 1, "next": [3, None]}
     assert (found.n_completed_steps, found.n_examples) == (2, 7)
-    tools.assert_same(found.sums, {"float32": np.float32([[0.1, 2], [1e-9, np.inf]])})
+    assert_identical(found.sums, {"float32": np.float32([[0.1, 2], [1e-9, np.inf]])})
     assert found.history == {"loss": [1.0, 0.25]}
     assert found.callback_states == {"EarlyStopping": {"waited": 2}}
     assert found.versions["jax"] == jax.__version__
@@ -120,38 +121,24 @@ def test_everything_beside_the_state_comes_back(tmp_path, tools):
     assert found.path == tmp_path / "2"
 
 
-def test_metrics_that_are_arrays_come_back(tmp_path, tools):
-    confusion = np.array([[3, 1], [0, 4]], np.float32)
-    with CheckpointFileWriter(tmp_path) as writer:
-        writer(tools.make_checkpoint(1, confusion=confusion, loss=0.5))
-    found = read(tmp_path).metrics
-    assert found["loss"] == 0.5
-    np.testing.assert_array_equal(found["confusion"], confusion)
-
-
-def test_without_a_template_the_optimizer_state_is_plain(tmp_path, tools):
-    state = tools.make_state(1)
+def test_without_a_template_the_optimizer_state_is_plain(tmp_path):
+    state = make_state(1)
     save(tmp_path, state)
     found = restore(tmp_path)
-    tools.assert_same(found.params, state.params)
-    tools.assert_same(found.model_state, state.model_state)
+    assert_identical(found.params, state.params)
+    assert_identical(found.model_state, state.model_state)
     assert type(found.opt_state) is dict
     np.testing.assert_array_equal(
         found.opt_state["0"]["mu"]["Dense_1"]["kernel"], state.opt_state[0].mu["Dense_1"]["kernel"]
     )
+    inference = restore(tmp_path, abstract(state.for_inference()))  # It reads its own fields only.
+    assert_identical(inference, state.for_inference())
 
 
-def test_an_inference_state_reads_only_its_own_fields(tmp_path, tools):
-    state = tools.make_state(1)
-    save(tmp_path, state)
-    found = restore(tmp_path, tools.abstract(state.for_inference()))
-    tools.assert_same(found, state.for_inference())
-
-
-def test_a_model_that_differs_is_refused_and_the_checkpoint_stays(tmp_path, tools):
-    save(tmp_path, tools.make_state(1))
+def test_a_model_that_differs_is_refused_and_the_checkpoint_stays(tmp_path):
+    save(tmp_path, make_state(1))
     with pytest.raises(ValueError) as error:
-        restore(tmp_path, tools.make_state(1, width=6, optimizer=optax.sgd(0.1)))
+        restore(tmp_path, make_state(1, width=6, optimizer=optax.sgd(0.1)))
     message = str(error.value)
     assert "params/Dense_0/kernel is bfloat16 (3, 5) on disk, bfloat16 (3, 6) here" in message
     assert "opt_state/0/mu/Dense_0/kernel is on disk, not here" in message

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_files import all_files
+from damage import mutated
 from loops import assert_identical
 from marks import thorough
 
@@ -24,31 +26,6 @@ STATE = TrainState(
     key=jax.random.key(0),
 )
 WORDS = ("The checkpoint ", "Cannot read the checkpoint ", "Cannot read weights ", "Cannot make ")
-TOKENS = (b"0", b"-1", b"1e999", b"9" * 30, b"null", b"[]", b"{}", b'""', b"[" * 5000, b"\xff\x00")
-
-
-def mutated(rng, content):
-    """The content, damaged in one place: bits, spans, numbers, length."""
-    start, stop = sorted(rng.integers(len(content) + 1, size=2))
-    few = int(min(start + rng.integers(1, 9), len(content)))
-    token = TOKENS[rng.integers(len(TOKENS))]
-    digits = [i for i, byte in enumerate(content) if 48 <= byte < 58]
-    at = digits[rng.integers(len(digits))] if digits else 0
-    flipped = bytearray(content)
-    bit = rng.integers(8 * len(content))
-    flipped[bit // 8] ^= 1 << bit % 8
-    return [
-        bytes(flipped),
-        content[:start],
-        content[:start] + content[stop:],
-        content[:start] + rng.bytes(few - start) + content[few:],
-        content[:start] + bytes(stop - start) + content[stop:],
-        content[:stop] + content[start:stop] + content[stop:],
-        content[:start] + token + content[start:],
-        content[:at] + token + content[at + 1 :],
-        content[:at] + b"%d" % rng.integers(10) + content[at + 1 :],
-        rng.bytes(few),
-    ][rng.integers(10)]
 
 
 @pytest.mark.parametrize("n", [1_000, thorough(20_000)])
@@ -71,7 +48,7 @@ def test_a_damaged_file_of_weights_is_refused_or_read_right(tmp_path, n):
 @pytest.mark.parametrize("n", [500, thorough(10_000)])
 def test_a_damaged_file_of_a_step_is_refused_or_read_right(tmp_path, n):
     step = save(tmp_path, STATE)
-    files = sorted(path for path in step.rglob("*") if path.is_file())
+    files = all_files(step)
     rng = np.random.default_rng(n)
     for i in range(n):
         file = files[i % len(files)]
@@ -94,7 +71,7 @@ def test_a_step_whose_damage_is_sealed_is_refused_or_read_right(tmp_path, n):
     """As if the damage had come before the checksums: what reads the files must stand it."""
     step = save(tmp_path, STATE)
     seal = (step / _seal.SEAL).read_bytes()
-    files = sorted(path for path in step.rglob("*") if path.is_file() and path.name != _seal.SEAL)
+    files = [path for path in all_files(step) if path.name != _seal.SEAL]
     record = step / "record" / "metadata"
     rng = np.random.default_rng(n)
     for i in range(n):

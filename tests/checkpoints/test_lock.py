@@ -7,7 +7,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from checkpoint_files import SMALL
+from checkpoint_files import SMALL, make_checkpoint
 
 from flaxfit.checkpoints import CheckpointFileWriter, _lock, list_steps, restore, save
 
@@ -33,23 +33,24 @@ def other_process(folder):
         process.stdin.close()
 
 
-def test_another_process_cannot_save_into_the_folder_of_a_writer(tmp_path, tools):
+def is_free(folder):
+    with other_process(folder) as said:
+        return said == "free"
+
+
+def test_another_process_cannot_save_into_the_folder_of_a_writer(tmp_path):
     with CheckpointFileWriter(tmp_path) as writer:
-        with other_process(tmp_path) as said:
-            assert said == "locked"
-        writer(tools.make_checkpoint(1))
-        with other_process(tmp_path) as said:
-            assert said == "locked"
-    with other_process(tmp_path) as said:
-        assert said == "free"
-    writer(tools.make_checkpoint(2))
-    with other_process(tmp_path) as said:
-        assert said == "locked"
+        assert not is_free(tmp_path)
+        writer(make_checkpoint(1))
+        assert not is_free(tmp_path)
+    assert is_free(tmp_path)
+    writer(make_checkpoint(2))
+    assert not is_free(tmp_path)
     writer.close()
     assert list_steps(tmp_path) == [1, 2]
 
 
-def test_the_folder_of_another_process_is_left_alone(tmp_path, tools):
+def test_the_folder_of_another_process_is_left_alone(tmp_path):
     writer = CheckpointFileWriter(tmp_path)
     writer.close()
     (tmp_path / "saving-7-0").mkdir()
@@ -58,7 +59,7 @@ def test_the_folder_of_another_process_is_left_alone(tmp_path, tools):
         with pytest.raises(BlockingIOError, match="Cannot save here: another process is saving"):
             CheckpointFileWriter(tmp_path)
         with pytest.raises(BlockingIOError, match=str(tmp_path)):
-            writer(tools.make_checkpoint(1))
+            writer(make_checkpoint(1))
         writer.close()
     assert [path.name for path in tmp_path.iterdir()] == ["saving-7-0"]
 
@@ -67,8 +68,7 @@ def test_the_folder_of_another_process_is_left_alone(tmp_path, tools):
 def test_a_writer_that_is_forgotten_locks_nothing(tmp_path):
     CheckpointFileWriter(tmp_path)
     gc.collect()
-    with other_process(tmp_path) as said:
-        assert said == "free"
+    assert is_free(tmp_path)
 
 
 @pytest.mark.slow
@@ -93,12 +93,12 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path):
         process.stdin.close()
 
 
-def test_writers_of_one_process_take_turns(tmp_path, tools):
+def test_writers_of_one_process_take_turns(tmp_path):
     writers = [CheckpointFileWriter(tmp_path, keep=None) for _ in range(2)]
 
     def write(first):
         for step in range(first, 8, 2):
-            writers[first](tools.make_checkpoint(step))
+            writers[first](make_checkpoint(step))
 
     threads = [threading.Thread(target=write, args=(first,)) for first in (0, 1)]
     for writer in writers:
@@ -107,7 +107,7 @@ def test_writers_of_one_process_take_turns(tmp_path, tools):
         thread.start()
     for thread in threads:
         thread.join()
-    save(tmp_path, tools.make_checkpoint(8))
+    save(tmp_path, make_checkpoint(8))
     for writer in writers:
         writer.close()
     assert list_steps(tmp_path) == list(range(9))
@@ -116,7 +116,7 @@ def test_writers_of_one_process_take_turns(tmp_path, tools):
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(step) for step in range(9)]
 
 
-def test_a_file_system_without_locks_is_taken_as_it_is(tmp_path, tools, monkeypatch):
+def test_a_file_system_without_locks_is_taken_as_it_is(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl", reason="there are no such locks on Windows")
 
     def unsupported(descriptor, operation):
@@ -126,4 +126,4 @@ def test_a_file_system_without_locks_is_taken_as_it_is(tmp_path, tools, monkeypa
     before = len(os.listdir("/dev/fd"))
     assert _lock.hold(tmp_path) is None
     assert len(os.listdir("/dev/fd")) == before
-    assert save(tmp_path, tools.make_checkpoint(1)).exists()
+    assert save(tmp_path, make_checkpoint(1)).exists()

@@ -1,24 +1,22 @@
 """The record of a step: JSON, validated when it is read."""
 
-import json
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_files import fill, read
+from checkpoint_files import fill, make_checkpoint, read, rewrite_record
 
-from flaxfit.checkpoints import _seal, list_steps, restore, save
+from flaxfit.checkpoints import list_steps, restore, save
 
 
-def test_what_is_not_json_is_refused_by_name(tmp_path, tools):
-    checkpoint = tools.make_checkpoint(1).replace(data_state=b"opaque")
+def test_what_is_not_json_is_refused_by_name(tmp_path):
+    checkpoint = make_checkpoint(1).replace(data_state=b"opaque")
     with pytest.raises(TypeError, match="data position .* as JSON.*bytes"):
         save(tmp_path, checkpoint)
     assert list_steps(tmp_path) == []
 
 
-def test_numpy_numbers_count_as_json(tmp_path, tools):
-    checkpoint = tools.make_checkpoint(1, loss=jnp.float32(0.5)).replace(
+def test_numpy_numbers_count_as_json(tmp_path):
+    checkpoint = make_checkpoint(1, loss=jnp.float32(0.5)).replace(
         data_state={"next": np.int64(3), "order": np.arange(2)}
     )
     save(tmp_path, checkpoint)
@@ -30,11 +28,7 @@ def test_numpy_numbers_count_as_json(tmp_path, tools):
 @pytest.mark.parametrize("name", ["step", "key"])
 def test_a_record_that_leaves_out_what_every_state_has_is_damaged(tmp_path, name):
     fill(tmp_path, 1)
-    record = tmp_path / "1" / "record" / "metadata"
-    content = json.loads(record.read_text())
-    del content["arrays"][name]
-    record.write_text(json.dumps(content))
-    _seal.write(tmp_path / "1")
+    rewrite_record(tmp_path / "1", lambda record: record["arrays"].pop(name))
     with pytest.raises(ValueError, match=f"1 is damaged: it does not hold {name}"):
         restore(tmp_path, which=1)
 
@@ -42,9 +36,7 @@ def test_a_record_that_leaves_out_what_every_state_has_is_damaged(tmp_path, name
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_record_of_another_format_is_refused_in_words(tmp_path, number):
     fill(tmp_path, 1)
-    record = tmp_path / "1" / "record" / "metadata"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"format": number}))
-    _seal.write(tmp_path / "1")
+    rewrite_record(tmp_path / "1", lambda record: record.update(format=number))
     with pytest.raises(ValueError, match=f"has format {number}, .* reads 2.* that wrote it"):
         restore(tmp_path, which=1)
 

@@ -6,13 +6,11 @@ import re
 import shutil
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_files import SMALL, all_files, fill
+from checkpoint_files import SMALL, all_files, fill, save_losses
 
-from flaxfit import Checkpoint
-from flaxfit.checkpoints import CheckpointFileWriter, _orbax, _seal, list_steps, restore
+from flaxfit.checkpoints import _orbax, _seal, list_steps, restore
 
 
 def failing_on(real, place, name_of=str):
@@ -24,17 +22,10 @@ def failing_on(real, place, name_of=str):
     return fail
 
 
-def save_with(folder, step, loss, **options):
-    with CheckpointFileWriter(folder, monitor="loss", **options) as save:
-        state = SMALL.replace(step=jnp.int32(step))
-        save(Checkpoint(step=step, state=state, metrics={"loss": loss}))
-
-
 def tensorstore_fails(*arguments):
     raise ValueError("Error reading local file: Input/output error [os_error_code='5']")
 
 
-@pytest.mark.parametrize("which", ["latest", "best", 2])
 @pytest.mark.parametrize(
     ("module", "function", "failing"),
     [
@@ -47,24 +38,24 @@ def tensorstore_fails(*arguments):
     ids=["list arrays", "list record", "seal", "files", "tensorstore"],
 )
 def test_a_step_that_the_disk_does_not_give_stays_and_no_older_one_is_read(
-    tmp_path, monkeypatch, module, function, failing, which
+    tmp_path, monkeypatch, module, function, failing
 ):
-    save_with(tmp_path, 1, 0.5)
-    save_with(tmp_path, 2, 0.4)
-    with monkeypatch.context() as broken:
-        broken.setattr(module, function, failing)
-        with pytest.raises(OSError, match=r"Cannot read a checkpoint \(Input/.*/2'$") as error:
-            restore(tmp_path, SMALL, which=which)
-    assert error.value.errno == 5
-    assert list_steps(tmp_path) == [1, 2]
-    assert int(restore(tmp_path, SMALL, which=which).step) == 2
+    save_losses(tmp_path, [0.5, 0.4], monitor="val_loss")
+    for which in ("latest", "best", 2):
+        with monkeypatch.context() as broken:
+            broken.setattr(module, function, failing)
+            with pytest.raises(OSError, match=r"Cannot read a checkpoint \(Input/.*/2'$") as error:
+                restore(tmp_path, SMALL, which=which)
+        assert error.value.errno == 5
+        assert list_steps(tmp_path) == [1, 2]
+        assert int(restore(tmp_path, SMALL, which=which).step) == 2
 
 
 def test_a_best_step_that_the_disk_does_not_give_is_not_deleted(tmp_path, monkeypatch):
     with monkeypatch.context() as broken, pytest.raises(OSError, match="Cannot read a checkpoint"):
-        save_with(tmp_path, 1, 0.5, keep=1)
+        save_losses(tmp_path, [0.5], keep=1, monitor="val_loss")
         broken.setattr(os, "scandir", failing_on(os.scandir, "/1/record"))
-        save_with(tmp_path, 2, 0.6, keep=1)
+        save_losses(tmp_path, [0.6], first=2, keep=1, monitor="val_loss")
     assert list_steps(tmp_path) == [1, 2]
 
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_files import abstract, make_state, replicated
+from loops import assert_identical
 
 from flaxfit.checkpoints import _safetensors, load_weights, save_weights
 
@@ -21,23 +23,23 @@ def names_in(path):
     return sorted(header.keys() - {"__metadata__"})
 
 
-def test_weights_come_back_bit_for_bit_with_and_without_a_target(tmp_path, tools):
+def test_weights_come_back_bit_for_bit_with_and_without_a_target(tmp_path):
     path = save_weights(tmp_path / "new" / "w.safetensors", PARAMS)
     assert names_in(path) == ["encoder/bias", "encoder/kernel", "head/kernel"]
-    for target in (None, PARAMS, tools.abstract(jax.tree.map(jnp.asarray, PARAMS))):
-        tools.assert_same(load_weights(path, target), PARAMS)
+    for target in (None, PARAMS, abstract(jax.tree.map(jnp.asarray, PARAMS))):
+        assert_identical(load_weights(path, target), PARAMS)
 
 
-def test_a_state_gives_its_variables_and_takes_them_back(tmp_path, tools):
-    state, other = tools.make_state(3), tools.make_state(8)
-    path = save_weights(tmp_path / "w.safetensors", tools.replicated(state))
+def test_a_state_gives_its_variables_and_takes_them_back(tmp_path):
+    state, other = make_state(3), make_state(8)
+    path = save_weights(tmp_path / "w.safetensors", replicated(state))
     assert {"params/Dense_0/kernel", "batch_stats/BatchNorm_0/mean"} < set(names_in(path))
     found = load_weights(path, other)
-    tools.assert_same((found.params, found.model_state), (state.params, state.model_state))
-    tools.assert_same((found.step, found.opt_state), (other.step, other.opt_state))
-    inference = load_weights(path, tools.abstract(other.for_inference().replace_step(3)))
-    tools.assert_same(inference.params, state.params)
-    tools.assert_same(load_weights(path), state.variables)
+    assert_identical((found.params, found.model_state), (state.params, state.model_state))
+    assert_identical((found.step, found.opt_state), (other.step, other.opt_state))
+    inference = load_weights(path, abstract(other.for_inference().replace_step(3)))
+    assert_identical(inference.params, state.params)
+    assert_identical(load_weights(path), state.variables)
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float8_e5m2", "complex64"])
@@ -51,17 +53,17 @@ def test_every_dtype_and_order_of_elements_survives(tmp_path, dtype):
         np.testing.assert_array_equal(found[name], array)
 
 
-def test_a_random_key_survives(tmp_path, tools):
+def test_a_random_key_survives(tmp_path):
     tree = {"rngs": jax.random.key(5, impl="rbg"), "w": jnp.ones(1)}
     path = save_weights(tmp_path / "w.safetensors", tree)
-    tools.assert_same(load_weights(path), tree)
-    tools.assert_same(load_weights(path, tree), tree)
+    assert_identical(load_weights(path), tree)
+    assert_identical(load_weights(path, tree), tree)
 
 
 @pytest.mark.parametrize("name", ["model.weights.h5", "model.keras"])
-def test_a_name_of_another_format_is_refused(tmp_path, tools, name):
+def test_a_name_of_another_format_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=r"name the file model\.safetensors"):
-        save_weights(tmp_path / name, tools.make_state())
+        save_weights(tmp_path / name, make_state())
 
 
 def test_a_dtype_that_the_format_lacks_is_refused_and_no_file_is_left(tmp_path):
@@ -75,37 +77,39 @@ def test_differences_are_one_error_with_both_sides_and_the_nearest_names(tmp_pat
     target = {
         "encoder": {"kernel": jnp.ones((2, 4)), "biases": jnp.ones(3)},
         "head": {"kernel": jnp.ones((3, 2))},
+        "scale": jnp.ones(()),
     }
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"w.safetensors does not fit .* \(5 diff") as error:
         load_weights(path, target)
     assert sorted(str(error.value).splitlines()[1:-1]) == [
         "  encoder/bias is on disk, not here (nearest: encoder/biases)",
         "  encoder/biases is here, not on disk (nearest: encoder/bias)",
         "  encoder/kernel is float32 (2, 3) on disk, float32 (2, 4) here",
         "  head/kernel is bfloat16 (3, 2) on disk, float32 (3, 2) here",
+        "  scale is here, not on disk",
     ]
 
 
-def test_a_part_of_the_weights_can_be_taken(tmp_path, tools, capfd):
+def test_a_part_of_the_weights_can_be_taken(tmp_path, capfd):
     path = save_weights(tmp_path / "w.safetensors", PARAMS)
     target = {"encoder": jax.tree.map(jnp.zeros_like, PARAMS["encoder"]), "new": jnp.full(2, 7.0)}
     found = load_weights(path, target, partial=["encoder/.*"])
-    tools.assert_same(found, {"encoder": PARAMS["encoder"], "new": target["new"]})
+    assert_identical(found, {"encoder": PARAMS["encoder"], "new": target["new"]})
     assert "took 2 of 3 weights" in capfd.readouterr().err
     with pytest.raises(ValueError, match="needs a target"):
         load_weights(path, partial="encoder/.*")
 
 
-def test_patterns_leave_out_the_name_of_the_collection(tmp_path, tools):
-    state, other = tools.make_state(3), tools.make_state(8)
+def test_patterns_leave_out_the_name_of_the_collection(tmp_path):
+    state, other = make_state(3), make_state(8)
     path = save_weights(tmp_path / "w.safetensors", state)
     found = load_weights(path, other, partial=("Dense_0/.*", "BatchNorm_0/.*"))
     for name in ("Dense_0", "BatchNorm_0"):
-        tools.assert_same(found.params[name], state.params[name])
-    tools.assert_same(found.params["Dense_1"], other.params["Dense_1"])
-    tools.assert_same(found.model_state["batch_stats"], state.model_state["batch_stats"])
+        assert_identical(found.params[name], state.params[name])
+    assert_identical(found.params["Dense_1"], other.params["Dense_1"])
+    assert_identical(found.model_state["batch_stats"], state.model_state["batch_stats"])
     variables = load_weights(path, other.variables, partial=("Dense_0/.*",))
-    tools.assert_same(variables["params"]["Dense_0"], state.params["Dense_0"])
+    assert_identical(variables["params"]["Dense_0"], state.params["Dense_0"])
 
 
 def test_every_flipped_bit_is_detected(tmp_path):
@@ -166,13 +170,13 @@ def test_a_failed_save_leaves_the_file_before_and_nothing_else(tmp_path, monkeyp
     assert [entry.name for entry in tmp_path.iterdir()] == ["w.safetensors"]
 
 
-def test_files_are_exchanged_with_the_library_of_the_format(tmp_path, tools):
+def test_files_are_exchanged_with_the_library_of_the_format(tmp_path):
     library = pytest.importorskip("safetensors.flax", reason="safetensors is not installed")
     flat = {"a.weight": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3, jnp.bfloat16)}
     library.save_file(flat, tmp_path / "theirs.safetensors")
-    tools.assert_same(load_weights(tmp_path / "theirs.safetensors", flat), flat)
+    assert_identical(load_weights(tmp_path / "theirs.safetensors", flat), flat)
     path = save_weights(tmp_path / "ours.safetensors", flat)
-    tools.assert_same(library.load_file(path), flat)
+    assert_identical(library.load_file(path), flat)
 
 
 @pytest.mark.slow
