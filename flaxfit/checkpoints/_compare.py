@@ -131,11 +131,6 @@ def path_in_state(name: str) -> str | None:
     return found and found[2]
 
 
-def path_in_variables(name: str) -> str | None:
-    """Returns the path within the model of "<collection>/<path>"."""
-    return name.partition("/")[2] or None
-
-
 def _words(description: Description) -> str:
     return f"{description['dtype']} {tuple(description['shape'])}"
 

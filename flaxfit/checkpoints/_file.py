@@ -34,6 +34,8 @@ from flaxfit.tree import Array, ArrayLike, Json, PyTree, digests, sharding_of
 
 Value = TypeVar("Value")
 Template = TrainState | InferenceState | TemplateOf | None
+_AS_RECORDED = ("step", "history", "running", "n_completed_steps", "n_examples", "callback_states")
+_AS_RECORDED += ("stop", "versions", "environment")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,27 +111,18 @@ def read(
             f"changed: {', '.join(changed)}"
         )
     sums = record["sums"]
-    metrics: dict[str, PyTree] = {
-        name: np.asarray(value) if isinstance(value, list) else value
-        for name, value in record["metrics"].items()
-    }
     return CheckpointFile(
-        step=record["step"],
         state=_plain_state(arrays, described) if template is None else unflatten(arrays, template),
-        metrics=metrics,
-        history=record["history"],
+        metrics={
+            name: np.asarray(value) if isinstance(value, list) else value
+            for name, value in record["metrics"].items()
+        },
         data_state=own_position(record["data_state"]),
-        running=record["running"],
-        n_completed_steps=record["n_completed_steps"],
-        n_examples=record["n_examples"],
         sums=sums and {dtype: np.asarray(pair, dtype) for dtype, pair in sums.items()},
-        callback_states=record["callback_states"],
         callback_arrays=_callback_arrays(arrays, template),
         companions=nested(_below(COMPANIONS, arrays)).get(COMPANIONS, {}),
-        stop=record["stop"],
-        versions=record["versions"],
-        environment=record["environment"],
         path=path,
+        **{name: record[name] for name in _AS_RECORDED},
     )
 
 

@@ -139,17 +139,17 @@ class CheckpointFileReader:
 
     def _candidates(self) -> tuple[list[int], list[str]]:
         """Returns the steps to try, in order, and the names of damaged ones."""
-        steps, damaged = _folder.steps(self.folder), []
+        steps = _folder.steps(self.folder)
         if isinstance(self.which, int):
             if self.which not in steps:
                 raise ValueError(
                     f"There is no checkpoint of step {self.which} in {self.folder}: it holds "
                     f"{', '.join(map(str, steps)) or 'none'}."
                 )
-            return [step for step in steps if step == self.which], damaged
+            return [self.which], []
         if self.which == "latest":
-            return steps[::-1], damaged
-        records = {}
+            return steps[::-1], []
+        records, damaged = {}, []
         for step in steps:
             try:
                 records[step] = read_record(_folder.step_path(self.folder, step))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.checkpoints import _folder, _safetensors
-from flaxfit.checkpoints._compare import check_fits, choose, path_in_variables
+from flaxfit.checkpoints._compare import check_fits, choose
 from flaxfit.checkpoints._tree import (
     describe,
     key_description,
@@ -119,9 +119,12 @@ def load_weights(
         advice = "Pass the target that it was saved from, or say with partial= what to take."
         check_fits(on_disk, expected, source, advice=advice)
     else:
-        # Paths of bare parameters need no prefix removed.
         is_variables = isinstance(variables, Mapping) and "params" in variables
-        taken = choose(on_disk, here, partial, source, path_in_variables if is_variables else str)
+
+        def path_in_model(name: str) -> str | None:  # Without the name of the collection.
+            return name.partition("/")[2] or None if is_variables else name
+
+        taken = choose(on_disk, here, partial, source, path_in_model)
         arrays = {name: arrays[name] for name in taken}
     found = unflatten(arrays, variables)
     if not isinstance(target, TrainState | InferenceState):

@@ -1,8 +1,10 @@
 """Writes a file, and keeps it only if it matches its source on random inputs of two sizes."""
 
+import contextlib
 import dataclasses
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.display import say, size
-from flaxfit.export._files import replacing
 from flaxfit.export._module import JaxModule
 from flaxfit.export._spec import Specs, as_arguments, call_with, random_inputs, two_sizes
 from flaxfit.tree import Array, Function, PyTree, flat, local_path
@@ -65,7 +66,7 @@ def write_compared(
     """
     path = local_path(path)
     error, inputs = math.nan, {}
-    with replacing(path, folder=folder) as temporary:
+    with _replacing(path, folder=folder) as temporary:
         methods = write(temporary)
         if methods is not None:
             error = 0.0
@@ -153,3 +154,38 @@ def _tolerance(value: Array, rtol: float) -> float:
     if not jnp.issubdtype(dtype, jnp.inexact):
         return rtol
     return max(rtol, 2 * float(jnp.finfo(dtype).eps))
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
+    """Yields a temporary path, which replaces `path` unless the block raises.
+
+    Raises:
+      FileExistsError: `path` is a folder instead of a file, or a folder of anything but a
+        SavedModel.
+    """
+    path = Path(os.path.abspath(path))
+    if folder and path.exists():
+        is_empty = path.is_dir() and not any(path.iterdir())
+        if not is_empty and not (path / "saved_model.pb").is_file():
+            raise FileExistsError(
+                f"Cannot write a SavedModel to {path}: it holds something else. Name a new folder."
+            )
+    elif path.is_dir():
+        raise FileExistsError(f"Cannot write the file {path}: it is a folder. Name a file in it.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    old = path.with_name(f".{path.name}.replaced-{os.getpid()}")
+    try:
+        yield temporary
+        # Sync before the rename: else a power cut could leave `path` with incomplete content.
+        for file in temporary.rglob("*") if folder else [temporary]:
+            if file.is_file():
+                with file.open("rb") as opened:
+                    os.fsync(opened.fileno())
+        if folder and path.exists():
+            path.rename(old)  # A folder cannot be renamed onto a folder that is not empty.
+        os.replace(temporary, path)
+    finally:
+        for left in (temporary, old):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)

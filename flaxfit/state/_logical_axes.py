@@ -42,8 +42,8 @@ def take_apart(variables: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], Axes
 
 def check_has_params(variables: PyTree) -> None:
     """Checks that variables are `{"params": ..., ...}`, and not the parameters themselves."""
-    if not isinstance(variables, Mapping) or "params" not in variables:
-        is_mapping = isinstance(variables, Mapping)
+    is_mapping = isinstance(variables, Mapping)
+    if not is_mapping or "params" not in variables:
         received = f"the keys {list(variables)}" if is_mapping else type(variables).__name__
         raise ValueError(
             f"Cannot make a state without a collection 'params', got {received}: pass what the "

@@ -5,8 +5,7 @@ import types
 import pytest
 
 from flaxfit.callbacks._epochs import Epochs
-from flaxfit.state._fit_call import FitCall
-from flaxfit.state._observers import Observers
+from flaxfit.state._observers import FitCall, Observers
 
 
 def make_loop(first_epoch):

@@ -7,7 +7,6 @@ import pytest
 
 from flaxfit import initialize
 from flaxfit.distributed import _processes
-from flaxfit.distributed._initialize import PEER_FAILED
 
 TORCHRUN = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "2"}
 OURS = {
@@ -67,26 +66,17 @@ def test_torchruns_processes_on_one_machine_take_a_device_each(joined, monkeypat
     assert given(joined)["local_device_ids"] == 1
 
 
-def test_the_coordinator_listens_at_its_address_alone(joined):
-    initialize("10.0.0.1:1234", 2, 0)
-    initialize("10.0.0.1:1234", 2, 0, coordinator_bind_address="[::]:1234")
-    bound = [options["coordinator_bind_address"] for options in joined]
-    assert bound == ["10.0.0.1:1234", "[::]:1234"]
+def test_the_coordinator_listens_at_its_address_alone_and_timeouts_are_short(joined):
+    own = {"coordinator_bind_address": "[::]:1234", "heartbeat_seconds": 7, "shutdown_seconds": 9}
+    for options in ({}, own):
+        initialize("10.0.0.1:1234", 2, 0, **options)
+    names = "coordinator_bind_address", "heartbeat_timeout_seconds", "shutdown_timeout_seconds"
+    found = [[options[name] for name in names] for options in joined]
+    assert found == [["10.0.0.1:1234", 30, 60], ["[::]:1234", 7, 9]]
 
 
-def test_timeouts_are_short_and_can_be_set(joined):
-    initialize("10.0.0.1:1234", 2, 0)
-    initialize("10.0.0.1:1234", 2, 0, heartbeat_seconds=7, shutdown_seconds=9)
-    seconds = [(o["heartbeat_timeout_seconds"], o["shutdown_timeout_seconds"]) for o in joined]
-    assert seconds == [(30, 60), (7, 9)]
-
-
-def test_one_process_joins_nobody(joined):
+def test_a_single_process_or_one_that_nothing_is_known_of_is_alone(joined):
     initialize("10.0.0.1:1234", 1, 0)
-    assert not joined
-
-
-def test_a_process_that_nothing_is_known_of_is_alone(joined):
     initialize()
     initialize()
     assert not joined
@@ -135,9 +125,3 @@ def test_a_number_that_is_none_is_named(monkeypatch):
     monkeypatch.setenv("FLAXFIT_PROCESS_ID", "first")
     with pytest.raises(ValueError, match="FLAXFIT_PROCESS_ID must be an integer, got 'first'"):
         initialize()
-
-
-def test_the_code_of_a_run_whose_peer_failed_is_its_own():
-    from flaxfit.callbacks import ExitCode
-
-    assert ExitCode.PEER_FAILED == PEER_FAILED

@@ -5,14 +5,10 @@ import pytest
 from flaxfit.distributed import _processes
 
 
-def test_a_process_alone_is_the_main_one_of_one():
-    assert (_processes.process_index(), _processes.process_count()) == (0, 1)
-    assert _processes.is_main()
-
-
 def test_a_process_alone_hears_itself_and_agrees_with_itself():
     assert _processes.exchange("topic", [1, "two"]) == [[1, "two"]]
     _processes.agree("topic", {"a": 1})
+    assert _processes.reported_failure() is None
 
 
 def test_what_fails_on_the_only_process_fails_as_it_is():
@@ -21,7 +17,3 @@ def test_what_fails_on_the_only_process_fails_as_it_is():
 
     with pytest.raises(OSError, match="disk full"):
         _processes.from_main("topic", fails)
-
-
-def test_a_process_alone_has_no_failure_to_hear_of():
-    assert _processes.reported_failure() is None

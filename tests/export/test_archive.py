@@ -4,6 +4,7 @@ import zipfile
 from importlib.util import find_spec
 
 import jax
+import numpy as np
 import pytest
 from marks import slow
 
@@ -16,10 +17,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def whole(net, variables, tmp_path_factory):
+def whole(tmp_path_factory):
     """A file that loads."""
     path = tmp_path_factory.mktemp("archive") / "net.stablehlo"
-    module = JaxModule(variables, net.apply, input_spec=InputSpec(("batch", 3)))
+    params = {"w": np.ones((3, 2), np.float32), "b": np.zeros(2, np.float32)}
+    module = JaxModule(params, lambda p, x: x @ p["w"] + p["b"], input_spec=InputSpec(("b", 3)))
     export.save(module, path, gradients=False)
     return path
 
@@ -47,13 +49,10 @@ def test_a_missing_file_is_named(path):
         export.load(path)
 
 
-@pytest.mark.slow
-def test_a_later_format_asks_for_a_later_flaxfit(module, path, monkeypatch):
-    monkeypatch.setattr(_archive, "VERSION", 2)
-    export.save(module, path)
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="version 2.*newer flaxfit"):
-        export.load(path)
+def test_a_later_format_asks_for_a_later_flaxfit(whole, monkeypatch):
+    monkeypatch.setattr(_archive, "VERSION", 0)
+    with pytest.raises(ValueError, match="version 1.*up to 0.*newer flaxfit"):
+        export.load(whole)
 
 
 def test_a_compressed_bomb_is_refused_before_it_is_read(path):
@@ -80,7 +79,7 @@ def test_a_lying_description_is_refused(whole, path, change):
     parts = parts_of(whole)
     record = json.loads(parts["description.json"])
     record["arrays"][0].update(change)
-    write_parts(path, {**parts, "description.json": json.dumps(record).encode()})
+    write_parts(path, {**parts, "description.json": json.dumps(record)})
     with pytest.raises(ValueError, match="Cannot load"):
         export.load(path)
 

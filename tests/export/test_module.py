@@ -19,12 +19,6 @@ def affine(params, x):
     return x * params.factor + params.offset
 
 
-@pytest.mark.slow
-def test_a_single_function_is_the_default_method(module, net, variables, x):
-    method = module.jax_methods[JaxModule.DEFAULT_METHOD_KEY]
-    np.testing.assert_allclose(method(x), net.apply(variables, x), rtol=1e-5, atol=1e-6)
-
-
 def test_parameters_are_named_by_their_paths(module):
     assert list(module.named_params) == [
         "batch_stats.BatchNorm_0.mean",
@@ -48,14 +42,17 @@ def test_paths_of_haiku_lists_and_named_tuples_make_names():
     ]
 
 
-def test_two_parameters_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="both be named 'a.b'"):
-        JaxModule({"a": {"b": 1.0}, "a.b": 2.0}, lambda p, x: x, input_spec=SPEC)
-
-
-def test_a_random_key_is_refused():
-    with pytest.raises(TypeError, match="'key' is a random key"):
-        JaxModule({"key": jax.random.key(0)}, lambda p, x: x, input_spec=SPEC)
+@pytest.mark.parametrize(
+    ("params", "function", "error", "message"),
+    [
+        ({"a": {"b": 1.0}, "a.b": 2.0}, affine, ValueError, "both be named 'a.b'"),
+        ({"key": jax.random.key(0)}, affine, TypeError, "'key' is a random key"),
+        ({}, {"f": 3}, TypeError, "must be a function"),
+    ],
+)
+def test_what_makes_no_module_is_refused(params, function, error, message):
+    with pytest.raises(error, match=message):
+        JaxModule(params, function, input_spec={"f": SPEC})
 
 
 def test_methods_take_their_own_inputs():
@@ -71,8 +68,7 @@ def test_methods_take_their_own_inputs():
 
 @pytest.mark.parametrize("argument", ["input_spec", "jit_compile"])
 def test_other_keys_than_those_of_the_methods_are_refused(argument):
-    arguments = {"input_spec": {"f": SPEC}, "jit_compile": {"f": True}}
-    arguments[argument] = {"g": arguments[argument]["f"]}
+    arguments = {"input_spec": {"f": SPEC}, "jit_compile": {"f": True}, argument: {"g": SPEC}}
     with pytest.raises(ValueError, match=rf"{argument} must have the same keys.*\n.*'g'.*\n.*'f'"):
         JaxModule(1.0, {"f": lambda p, x: x}, **arguments)
 
@@ -131,11 +127,6 @@ def test_an_update_that_does_not_fit_changes_nothing(module, variables, change, 
     with pytest.raises(ValueError, match=message):
         module.update_variables(change(variables))
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(module.named_params))
-
-
-def test_a_method_that_is_no_function_is_refused(net, variables):
-    with pytest.raises(TypeError, match="must be a function"):
-        JaxModule(variables, {"f": 3}, input_spec={"f": SPEC})
 
 
 @pytest.mark.parametrize("save", [export.save, export.save_saved_model, export.save_onnx])

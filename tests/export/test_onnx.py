@@ -1,6 +1,8 @@
 import sys
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -41,8 +43,6 @@ def test_onnxruntime_computes_the_same(module, path, apply, variables, x, capsys
 
 @pytest.mark.slow
 def test_a_convolutional_net_goes_through(path):
-    import jax
-
     class Conv(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -60,12 +60,7 @@ def test_nested_integers_and_several_outputs_have_names(path):
     table = np.arange(12, dtype=np.float32).reshape(4, 3)
     module = JaxModule(
         {"table": table},
-        {
-            "look_up": lambda p, tokens: {
-                "rows": p["table"][tokens["ids"]],
-                "next": tokens["ids"] + 1,
-            }
-        },
+        {"look_up": lambda p, x: {"rows": p["table"][x["ids"]], "next": x["ids"] + 1}},
         input_spec={"look_up": ({"ids": InputSpec(("b", "t"), "int32")},)},
     )
     save_onnx(module, path)
@@ -100,8 +95,6 @@ def test_a_file_that_differs_from_its_source_is_removed(module, path, monkeypatc
 
 
 def test_what_onnx_cannot_express_is_said_in_words(path):
-    import jax.numpy as jnp
-
     module = JaxModule(1.0, lambda p, x: jnp.linalg.svd(x), input_spec=InputSpec((3, 3)))
     with pytest.raises(ValueError, match="Cannot write .* as ONNX"):
         save_onnx(module, path)

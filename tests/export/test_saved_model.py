@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from flaxfit import export
+from flaxfit import InferenceState, export
 from flaxfit.export import InputSpec, JaxModule, save_saved_model
 from flaxfit.export import _saved_model as saved_model
 
@@ -38,11 +38,8 @@ def double():
 @pytest.fixture(scope="module")
 def trainable(net, variables):
     """A module whose parameters, but not its statistics, can be trained."""
-    flags = {
-        name: jax.tree.map(lambda _, on=name == "params": on, tree)
-        for name, tree in variables.items()
-    }
-    return JaxModule(variables, net.apply, input_spec=InputSpec(("batch", 3)), trainable=flags)
+    state = InferenceState.create(variables)
+    return export.from_state(state, net.apply, InputSpec(("batch", 3)), trainable=True)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +50,7 @@ def written(trainable, tmp_path_factory):
 
 
 def test_methods_compute_the_same_in_tensorflow(module, apply, variables, x):
+    assert module.tensorflow.trainable_variables == []  # Unless that is asked for.
     for n in (1, 4):
         got = module.methods[DEFAULT](x[:n]).numpy()
         np.testing.assert_allclose(got, apply(variables, x[:n]), rtol=1e-5, atol=1e-6)
@@ -81,10 +79,6 @@ def test_a_method_without_a_gradient_is_saved_without(path):
     trainable = JaxModule(np.float32(2), double, input_spec=InputSpec((2,)), trainable=True)
     with pytest.raises(ValueError, match="trainable parameters with gradients=False"):
         save_saved_model(trainable, path, gradients=False)
-
-
-def test_nothing_is_trainable_unless_asked(module):
-    assert module.tensorflow.trainable_variables == []
 
 
 def test_gradients_in_tensorflow_are_those_of_jax(trainable, apply, variables, x):
@@ -225,9 +219,8 @@ def test_several_methods_and_nested_inputs_become_signatures(path):
     got = loaded.encode({"ids": tf.constant(ids)}, tf.constant(scale))
     np.testing.assert_allclose(got["mean"].numpy(), want["mean"], rtol=1e-5)
     assert got["next"].numpy().tolist() == [[1, 2, 4]]
-    served = loaded.signatures["encode"](
-        **{"inputs_0_ids": tf.constant(ids), "inputs_1": tf.constant(scale)}
-    )
+    inputs = {"inputs_0_ids": tf.constant(ids), "inputs_1": tf.constant(scale)}
+    served = loaded.signatures["encode"](**inputs)
     np.testing.assert_allclose(served["mean"].numpy(), want["mean"], rtol=1e-5)
     total = loaded.signatures["total"](x=tf.constant([1.0, 2.0]))
     assert float(total["outputs_0"]) == 3
@@ -265,8 +258,6 @@ def test_a_saved_model_is_replaced_and_nothing_else_is(double, path, capsys):
 
 
 def test_a_state_is_exported_with_its_parameters_trainable(path, net, apply, variables, x):
-    from flaxfit import InferenceState
-
     stats = {"batch_stats": variables["batch_stats"]}
     state = InferenceState(jnp.int32(0), variables["params"], stats)
     average = jax.tree.map(lambda a: a / 2, variables["params"])

@@ -8,7 +8,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from damage import mutated
 from flax import serialization
+from weight_files import write_zarr
 
 from flaxfit import checkpoints
 from flaxfit.importers import UnreadableFile, load
@@ -43,27 +45,19 @@ def write_safetensors(folder):
     return folder / "w.safetensors"
 
 
-def write_tf(folder):
+def write_tf(folder, name="small_t5"):
     pytest.importorskip("tensorflow", reason="tensorflow is not installed")
-    shutil.copytree(Path(__file__).parent / "fixtures" / "small_t5", folder / "tf")
-    return folder / "tf"
+    return shutil.copytree(Path(__file__).parent / "fixtures" / name, folder / "tf")
 
 
 def write_partitioned_tf(folder):
-    pytest.importorskip("tensorflow", reason="tensorflow is not installed")
-    shutil.copytree(Path(__file__).parent / "fixtures" / "partitioned", folder / "tf")
-    return folder / "tf"
+    return write_tf(folder, "partitioned")
 
 
 def write_t5x(folder):
-    tensorstore = pytest.importorskip("tensorstore", reason="tensorstore is not installed")
-    spec = {
-        "driver": "zarr",
-        "kvstore": {"driver": "file", "path": str(folder / "t5x" / "target.w")},
-        "metadata": {"shape": [20, 3], "compressor": {"id": "gzip", "level": 1}},
-        "dtype": "float32",
-    }
-    tensorstore.open(spec, create=True, open=True).result().write(ARRAYS["body/kernel"]).result()
+    pytest.importorskip("tensorstore", reason="tensorstore is not installed")
+    kernel, compressor = ARRAYS["body/kernel"], {"id": "gzip", "level": 1}
+    write_zarr(folder / "t5x" / "target.w", kernel, compressor=compressor)
     array = {"driver": "zarr", "kvstore": {"driver": "file", "path": "target.w"}}
     tree = {"target": {"w": array}, "state": {"step": np.int32(1)}, "version": 3}
     (folder / "t5x" / "checkpoint").write_bytes(serialization.msgpack_serialize(tree))
@@ -90,30 +84,6 @@ WRITERS = (
 # What a reader looks at; Orbax keeps other things as well, which nothing depends on.
 READ = ("*.npz", "*.msgpack", "*.safetensors", "*.index", "*.data-*", "checkpoint", ".zarray")
 READ += ("0.0", "_METADATA", "manifest.ocdbt", "d/*")
-
-
-def damaged(content, rng):
-    """Bytes changed in one of the ways that find the most."""
-    content = bytearray(content)
-    position = int(rng.integers(len(content)))
-    match rng.integers(7):
-        case 0:
-            content[position] ^= 1 << int(rng.integers(8))
-        case 1:
-            content[position] = int(rng.integers(256))
-        case 2:
-            del content[position:]
-        case 3:
-            content[position : position + 8] = b"\xff" * 8
-        case 4:
-            content[position : position + 4] = rng.bytes(4)
-        case 5:
-            del content[position : position + int(rng.integers(1, 9))]
-        case 6:
-            digits = [i for i, byte in enumerate(content) if 0x30 <= byte <= 0x39]
-            place = digits[int(rng.integers(len(digits)))] if digits else position
-            content[place:place] = b"99999999"
-    return bytes(content)
 
 
 def read_everything(path):
@@ -155,7 +125,7 @@ def fuzz(write, folder, n_rounds, seed, memory_within):
         whole = file.read_bytes()
         # Another file in its place: what was mapped stays what it was.
         file.unlink()
-        file.write_bytes(damaged(whole, rng))
+        file.write_bytes(mutated(rng, whole))
         with process_within(4 * MOST_MEMORY) if has_threads else memory_within(MOST_MEMORY):
             refused += is_refused(path)
         file.unlink()

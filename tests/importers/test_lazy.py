@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from weight_files import write_zarr
 
 from flaxfit.importers import LazyAwaitableArray, LazyThreadPoolArray
 
-tensorstore = pytest.importorskip("tensorstore", reason="tensorstore is not installed")
+pytest.importorskip("tensorstore", reason="tensorstore is not installed")
 NUMBERS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
@@ -116,20 +117,8 @@ def test_a_lazy_array_needs_a_dtype():
         LazyThreadPoolArray((2,), None, lambda: np.zeros(2))
 
 
-def store(folder, array, dtype):
-    spec = {
-        "driver": "zarr",
-        "kvstore": {"driver": "file", "path": str(folder)},
-        "metadata": {"shape": list(array.shape)},
-        "dtype": dtype,
-    }
-    opened = tensorstore.open(spec, create=True, open=True).result()
-    opened.write(array).result()
-    return opened
-
-
 def test_a_tensorstore_spec_is_read_without_a_function(tmp_path):
-    spec = store(tmp_path, NUMBERS, "float32").spec(retain_context=False)
+    spec = write_zarr(tmp_path, NUMBERS).spec(retain_context=False)
     lazy = LazyAwaitableArray.from_tensor_store_spec(spec)
     assert (lazy.shape, lazy.dtype) == ((2, 3), np.float32)
     np.testing.assert_array_equal(lazy.get(), NUMBERS)
@@ -139,7 +128,7 @@ def test_a_tensorstore_spec_is_read_without_a_function(tmp_path):
 
 def test_uint16_in_a_store_means_the_bits_of_bfloat16(tmp_path):
     numbers = NUMBERS.astype(ml_dtypes.bfloat16)
-    opened = store(tmp_path, numbers.view(np.uint16), "uint16")
+    opened = write_zarr(tmp_path, numbers.view(np.uint16))
 
     async def read():
         return await opened.read()

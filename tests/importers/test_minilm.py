@@ -7,11 +7,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 import pytest
-from flax import linen as nn
 
-import flaxfit as ff
 from flaxfit.importers import fill, load_safetensors
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "bert.py"
@@ -35,16 +32,10 @@ def folder():
 
 
 @pytest.fixture(scope="module")
-def bert():
+def embeddings(folder):
     spec = importlib.util.spec_from_file_location("bert", MODEL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def imported(folder, bert):
-    """The model, its parameters, and the tokens of the sentences."""
+    bert = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bert)
     config = json.loads((folder / "config.json").read_text())
     model = bert.SentenceBert(bert.Sizes.of(config))
     tokens = bert.Tokenizer((folder / "vocab.txt").read_text("utf-8").splitlines())(SENTENCES)
@@ -55,12 +46,6 @@ def imported(folder, bert):
         translator=bert.bert_translator,
         n_heads=config["num_attention_heads"],
     )
-    return model, params, tokens
-
-
-@pytest.fixture(scope="module")
-def embeddings(imported):
-    model, params, tokens = imported
     return np.asarray(jax.jit(model.apply)({"params": params}, tokens))
 
 
@@ -89,48 +74,3 @@ def test_embeddings_equal_those_that_the_package_gives(embeddings, folder, run_c
     done = run_child([sys.executable, "-c", PACKAGE, folder, json.dumps(SENTENCES), file])
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(embeddings, np.load(file), atol=1e-5)
-
-
-class Classifier(nn.Module):
-    """Says whether a sentence is a question, from its embedding."""
-
-    body: nn.Module
-
-    @nn.compact
-    def __call__(self, tokens):
-        return nn.Dense(2, name="head")(self.body(tokens))
-
-
-@pytest.mark.thorough  # The tutorial fine-tunes it, too.
-def test_the_imported_model_is_fine_tuned_with_fit(imported, folder, bert):
-    body, params, _ = imported
-    words = ["cats", "trains", "numbers", "trees", "songs", "rivers", "bread", "rain"]
-    texts = [f"Do you like {word}?" for word in words] + [f"I like {word}." for word in words]
-    tokens = bert.Tokenizer((folder / "vocab.txt").read_text("utf-8").splitlines())(texts)
-    labels = np.repeat([1, 0], len(words)).astype(np.int32)
-    model = ff.Model(
-        Classifier(body),
-        optax.sgd(0.05),
-        "crossentropy",
-        strategy=ff.DataParallel(jax.devices()[:1]),
-    )
-    n_heads = body.sizes.num_attention_heads
-    # The head is new, and keeps its random values.
-    model.load_weights(folder, translator=bert.bert_translator, prefix="body", n_heads=n_heads)
-    history = model.fit(tokens, labels, batch_size=16, epochs=3, verbose=0)
-    assert history["loss"][-1] < history["loss"][0]
-    moved = jax.tree.map(
-        lambda old, new: np.abs(old - new).max(), params, model.state.params["body"]
-    )
-    # Three steps from the imported weights, not from random ones.
-    assert 0 < max(jax.tree.leaves(moved)) < 0.05
-
-
-@pytest.mark.thorough  # As a small one does, in `model/test_weights.py`.
-def test_a_model_gives_the_embeddings_without_a_fit(imported, folder, bert, embeddings):
-    body, _, tokens = imported
-    model = ff.Model(body, optax.sgd(0.1), "mse", strategy=ff.DataParallel(jax.devices()[:1]))
-    n_heads = body.sizes.num_attention_heads
-    model.load_weights(folder, translator=bert.bert_translator, n_heads=n_heads)
-    found = model.predict(tokens, batch_size=len(tokens))
-    np.testing.assert_allclose(found, embeddings, atol=1e-5)

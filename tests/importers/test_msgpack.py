@@ -11,14 +11,8 @@ from flaxfit.importers import UnreadableFile, load, load_msgpack
 
 
 def test_flax_files_are_read(tmp_path):
-    tree = unflatten_dict(ARRAYS, sep="/") | {
-        "n": 3,
-        "lr": 0.5,
-        "on": True,
-        "none": None,
-        "name": "text",
-    }
-    tree["items"] = [np.float32(2), -70000, 2**40, 1 + 2j]
+    tree = unflatten_dict(ARRAYS, sep="/") | {"n": 3, "lr": 0.5, "on": True, "none": None}
+    tree |= {"name": "text", "items": [np.float32(2), -70000, 2**40, 1 + 2j]}
     (tmp_path / "w.msgpack").write_bytes(serialization.to_bytes(tree))
     expected = ARRAYS | {
         "n": np.array(3),

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whole_arrays import WholeArrays
 
 import flaxfit as ff
-from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
+from flaxfit.checkpoints import CheckpointFileReader
 from flaxfit.importers import fill, load, restore_from_t5
 
 SHAPE = (512, 128)  # Large enough for `fsdp` to split it.
@@ -85,8 +85,7 @@ def test_a_checkpoint_is_restored_straight_into_its_sharding(rows, tmp_path, mon
     def make(kernel):
         return ff.TrainState.create(optax.sgd(0.1), {"params": {"kernel": kernel}})
 
-    with CheckpointFileWriter(tmp_path) as save:
-        save.save(ff.Checkpoint(step=0, state=make(KERNEL), metrics={}))
+    ff.checkpoints.save(tmp_path, make(KERNEL))
     target = make(zeros(rows))
     spy = WholeArrays(monkeypatch, SIZE)
     found = CheckpointFileReader(tmp_path).read(target)

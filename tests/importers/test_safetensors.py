@@ -47,15 +47,6 @@ def test_what_the_safetensors_package_writes_is_read(tmp_path):
     assert_holds(load_safetensors(tmp_path), expected)
 
 
-def test_weights_that_checkpoints_saves_are_read(tmp_path):
-    from flaxfit import checkpoints
-
-    tree = {"params": {"w": jnp.arange(4.0), "b": jnp.ones(2, jnp.bfloat16)}}
-    checkpoints.save_weights(tmp_path / "w.safetensors", tree["params"])
-    found = load(tmp_path / "w.safetensors")
-    np.testing.assert_array_equal(found["w"].get(), np.arange(4.0))
-
-
 def test_safetensors_in_several_files_are_read_through_their_index(tmp_path):
     names = list(ARRAYS)
     shards = {"a.safetensors": names[:2], "b.safetensors": names[2:]}

@@ -6,31 +6,23 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import serialization
-from weight_files import ARRAYS, assert_holds
+from weight_files import ARRAYS, assert_holds, write_zarr
 
 from flaxfit.importers import UnreadableFile, load, load_t5x
 
-tensorstore = pytest.importorskip("tensorstore", reason="tensorstore is not installed")
+pytest.importorskip("tensorstore", reason="tensorstore is not installed")
 
 
-def zarr_store(folder, name, array, dtype=None):
+def zarr_store(folder, name, array):
     """Writes an array as T5X does; returns what its index says about it."""
-    spec = {
-        "driver": "zarr",
-        "kvstore": {"driver": "file", "path": str(folder / name)},
-        "metadata": {"shape": list(array.shape), "compressor": {"id": "gzip", "level": 1}},
-        "dtype": dtype or str(array.dtype),
-    }
-    tensorstore.open(spec, create=True, open=True).result().write(array).result()
+    write_zarr(folder / name, array, compressor={"id": "gzip", "level": 1})
     return {"driver": "zarr", "kvstore": {"driver": "gfile", "path": f"/elsewhere/{name}"}}
 
 
 def t5x_folder(folder, *, old):
     kernel = ARRAYS["body/kernel"].astype(ml_dtypes.bfloat16)
     target = {
-        "kernel": zarr_store(folder, "target.kernel", kernel.view(np.uint16))
-        if old
-        else zarr_store(folder, "target.kernel", kernel),
+        "kernel": zarr_store(folder, "target.kernel", kernel.view(np.uint16) if old else kernel),
         "zeros": zarr_store(folder, "target.zeros", np.zeros((5, 2), np.float32)),
         "scale": np.ones(3, np.float32),
     }

@@ -39,12 +39,6 @@ CHECKPOINT = {
 }
 
 
-def test_rules_rename_change_and_drop():
-    translated = torch_rules().apply(CHECKPOINT)
-    assert set(translated) == {"Dense_0/kernel", "Dense_0/bias"}
-    np.testing.assert_array_equal(translated["Dense_0/kernel"], CHECKPOINT["fc0.weight"].T)
-
-
 def test_options_reach_the_rules():
     assert "a/Dense_0/bias" in torch_rules().apply(CHECKPOINT, prefix="a/")
 

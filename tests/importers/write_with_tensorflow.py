@@ -75,6 +75,7 @@ def arrays(found, dtype, *, step=1000, slots=True, momentum=False):
 
 
 BFLOAT16 = ml_dtypes.bfloat16
+FLOATS = ("float16", "float32", "float64", BFLOAT16, "complex64", "complex128")
 CHECKPOINTS = {
     "small_t5": lambda: arrays(shapes(vocab=16, d_model=4, d_ff=8, d_kv=2), BFLOAT16),
     "bfloat16": lambda: arrays(shapes(), BFLOAT16),
@@ -92,18 +93,7 @@ CHECKPOINTS = {
     "dtypes": lambda: (
         {
             f"a_{np.dtype(kind).name}": np.arange(7).astype(kind).reshape(7, 1)
-            for kind in (
-                *(
-                    np.float16,
-                    np.float32,
-                    np.float64,
-                    BFLOAT16,
-                    np.complex64,
-                    np.complex128,
-                    np.bool_,
-                ),
-                *(np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),
-            )
+            for kind in (*(f"{sign}{n}" for sign in "iu" for n in (1, 2, 4, 8)), *FLOATS, "bool")
         }
         | {"scalar": np.float32(3), "empty": np.zeros((0, 4), np.float32)}
     ),

@@ -16,9 +16,8 @@ import flaxfit as ff
 
 def test_boxes_are_taken_off_and_their_names_kept():
     state = boxed_state(optax.adam(0.1))
-    assert not any(
-        map(meta.is_axis_metadata, jax.tree.leaves(state, is_leaf=meta.is_axis_metadata))
-    )
+    leaves = jax.tree.leaves(state, is_leaf=meta.is_axis_metadata)
+    assert not any(map(meta.is_axis_metadata, leaves))
     assert state.params_axes == {
         "square": {"kernel": P("embed", "square"), "bias": P("square")},
         "wide": {"kernel": P("embed", "mlp"), "bias": P("mlp")},
@@ -38,9 +37,8 @@ def test_collections_of_names_are_split_off():
         assert state.params_axes == {"w": P("embed", "mlp")}
         assert state.flax_mutables_axes == {"cache": {"seen": P("mlp")}}
         logical = state.as_logical_axes()
-        assert logical.params == state.params_axes and logical.model_state["cache"]["seen"] == P(
-            "mlp"
-        )
+        assert logical.params == state.params_axes
+        assert logical.model_state["cache"]["seen"] == P("mlp")
 
 
 @pytest.mark.parametrize("is_instance", [True, False])
@@ -124,8 +122,7 @@ def test_replacing_the_optimizer_recomputes_the_axes():
     with pytest.raises(ValueError, match="opt_state/0/v_row.*replace_optimizer"):
         stale.as_logical_axes()
     fresh = ff.init_state(lambda rngs, x: {"params": {"w": x}}, optax.sgd(0.1), 0, (X,))
-    fresh = fresh.replace_optimizer(other)
-    assert fresh.axes is None
+    assert fresh.replace_optimizer(other).axes is None
 
 
 def test_axes_are_a_static_part_of_the_state():

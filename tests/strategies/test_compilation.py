@@ -8,6 +8,7 @@ import pytest
 from flax import linen as nn
 from loops import assert_close
 from marks import thorough
+from strategies import strategies
 
 import flaxfit as ff
 from flaxfit.strategies import _compilation
@@ -30,14 +31,6 @@ class Quantized(nn.Module):
         return nn.Dense(1)(x @ table.astype(jnp.float32))
 
 
-STRATEGIES = {
-    "one": lambda: ff.DataParallel(jax.devices()[:1]),
-    "data": lambda: ff.DataParallel(jax.devices()[:4]),
-    "virtual": lambda: ff.DataParallel(virtual_replicas=4),
-    "fsdp": lambda: ff.Sharded.fsdp(jax.devices()[:4]),
-}
-
-
 def result(module, strategy, **options):
     freeze = "q" if module.is_param else ()
     model = ff.Model(module, optax.adam(0.1), "mse", strategy=strategy, freeze=freeze, **options)
@@ -47,18 +40,17 @@ def result(module, strategy, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "is_param"),
+    ("name", "is_param"),
     [
-        ("virtual", True),
-        ("fsdp", False),
-        *(thorough(name, is_param) for name in ("data", "one") for is_param in (False, True)),
-        thorough("virtual", False),
-        thorough("fsdp", True),
+        ("virtual replicas", True),
+        ("FSDP", False),
+        *(thorough(name, True) for name in ("data-parallel", "one device", "FSDP")),
+        *(thorough(name, False) for name in ("data-parallel", "one device", "virtual replicas")),
     ],
 )
-def test_four_bits_train_as_floats_do(strategy, is_param):
-    make = STRATEGIES[strategy]
-    if strategy == "virtual" and not _compilation._takes_sub_byte("int4"):
+def test_four_bits_train_as_floats_do(name, is_param):
+    make = strategies(4)[name]
+    if name == "virtual replicas" and not _compilation._takes_sub_byte("int4"):
         with pytest.raises(NotImplementedError, match="leave virtual_replicas out, or upgrade"):
             result(Quantized("int4", is_param), make())
         return

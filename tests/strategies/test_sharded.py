@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax.linen.spmd import with_logical_constraint
-from loops import assert_close
+from loops import assert_close, small_waves
 from marks import usual
 
 import flaxfit as ff
@@ -175,11 +175,6 @@ def four(shape=None, **options):
 # Steps.
 
 
-def waves(key, shape, dtype):
-    """Weights without a random draw, which takes longer to compile than what is tested here."""
-    return 0.1 * np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
-
-
 class Net(nn.Module):
     """A layer with or without BatchNorm, with arrays large enough for FSDP."""
 
@@ -188,28 +183,25 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(256, use_bias=False, kernel_init=waves)(x)
+        x = nn.Dense(256, use_bias=False, kernel_init=small_waves)(x)
         if self.norm:
             axis = "replica" if self.norm == "everywhere" else None
             x = nn.BatchNorm(use_running_average=not self.train, axis_name=axis)(x)
-        return nn.Dense(1, kernel_init=waves)(nn.tanh(x))[:, 0]
+        return nn.Dense(1, kernel_init=small_waves)(nn.tanh(x))[:, 0]
 
 
-def loop_of(strategy, norm="here", n_steps=5, **options):
-    task = ff.TrainTask(
-        Net(norm).apply, optax.sgd(0.02, momentum=0.9), "mse", ff.ArrayStream(X, Y, batch_size=16)
-    )
-    loop = ff.TrainLoop(
-        Net(norm).init,
-        task,
-        1,
-        n_steps=n_steps,
-        n_steps_per_checkpoint=n_steps,
-        first_checkpoint=n_steps,
-        strategy=strategy,
-        stdout=False,
-        **options,
-    )
+OPTIMIZER = optax.sgd(0.02, momentum=0.9)
+
+
+def make_loop(strategy, norm=None, n_steps=5, *, init=None, optimizer=OPTIMIZER, **options):
+    task = ff.TrainTask(Net(norm).apply, optimizer, "mse", ff.ArrayStream(X, Y, batch_size=16))
+    options |= {"n_steps_per_checkpoint": n_steps, "first_checkpoint": n_steps, "stdout": False}
+    init = Net(norm).init if init is None else init
+    return ff.TrainLoop(init, task, 1, n_steps=n_steps, strategy=strategy, **options)
+
+
+def loop_of(*arguments, **options):
+    loop = make_loop(*arguments, **options)
     (checkpoint,) = loop
     return loop, checkpoint
 
@@ -220,13 +212,13 @@ def one():
 
 @functools.cache
 def on_one():
-    return loop_of(one())[1]
+    return loop_of(one(), "here")[1]
 
 
 @pytest.mark.slow
 def test_batchnorm_is_that_of_the_whole_batch_for_every_remainder():
     # The third batch has 6 examples, which rows of weight 0 would not leave as they are.
-    _, found = loop_of(four(fsdp=True))
+    _, found = loop_of(four(fsdp=True), "here")
     expected = on_one()
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4)
     close(found.state.replace(key=0), expected.state.replace(key=0))
@@ -235,7 +227,7 @@ def test_batchnorm_is_that_of_the_whole_batch_for_every_remainder():
 @pytest.mark.slow
 def test_batchnorm_under_pmap_is_that_of_each_replica_unless_it_names_the_axis():
     expected = on_one()
-    _, apart = loop_of(ff.DataParallel(jax.devices()[:2]))
+    _, apart = loop_of(ff.DataParallel(jax.devices()[:2]), "here")
     assert abs(apart.loss - expected.loss) > 1e-3
     _, together = loop_of(ff.DataParallel(jax.devices()[:2]), "everywhere")
     assert together.metrics == pytest.approx(expected.metrics, rel=1e-4)
@@ -245,14 +237,13 @@ def test_batchnorm_under_pmap_is_that_of_each_replica_unless_it_names_the_axis()
 @pytest.mark.slow
 def test_several_steps_in_a_call_are_those_steps():
     strategy = four(fsdp=True)
-    _, single = loop_of(four(fsdp=True), None, n_steps=6)
-    _, several = loop_of(strategy, None, n_steps=6, steps_per_call=3)
+    _, single = loop_of(strategy, n_steps=6)
+    _, several = loop_of(strategy, n_steps=6, steps_per_call=3)
     close(several.state.replace(key=0), single.state.replace(key=0))
     assert several.loss == pytest.approx(single.loss, rel=1e-5)
     kernel = several.state.params["Dense_0"]["kernel"]
-    assert kernel.sharding.is_equivalent_to(
-        strategy.shardings(several.state).params["Dense_0"]["kernel"], 2
-    )
+    expected = strategy.shardings(several.state).params["Dense_0"]["kernel"]
+    assert kernel.sharding.is_equivalent_to(expected, 2)
 
 
 @pytest.mark.slow
@@ -269,7 +260,7 @@ def test_accumulated_and_resident_batches_agree_with_one_device():
 
 @pytest.mark.slow
 def test_the_state_and_the_gradients_that_a_checkpoint_holds_are_copies_in_parts():
-    loop, checkpoint = loop_of(four(fsdp=True), None, keep_grads=True)
+    loop, checkpoint = loop_of(four(fsdp=True), keep_grads=True)
     before = ff.gather(checkpoint.state.params)
     loop.next_step()
     jax.tree.map(np.testing.assert_array_equal, ff.gather(checkpoint.state.params), before)
@@ -281,8 +272,7 @@ def test_the_state_and_the_gradients_that_a_checkpoint_holds_are_copies_in_parts
 @pytest.mark.slow
 def test_hyperparameters_and_frozen_parameters_can_be_set_on_the_way():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    task = ff.TrainTask(Net(None).apply, optimizer, "mse", ff.ArrayStream(X, Y, batch_size=16))
-    loop = ff.TrainLoop(Net(None).init, task, 0, strategy=four(fsdp=True), stdout=False)
+    loop = make_loop(four(fsdp=True), optimizer=optimizer)
     loop.next_step()
     loop.set_hyperparams(learning_rate=0.0)
     before = ff.gather(loop.state.params)
@@ -298,10 +288,8 @@ def test_hyperparameters_and_frozen_parameters_can_be_set_on_the_way():
 
 @pytest.mark.slow
 def test_a_given_state_is_spread_and_stays_valid():
-    state = ff.init_state(Net(None).init, optax.sgd(0.1), 0, (X[:1],))
-    task = ff.TrainTask(Net(None).apply, optax.sgd(0.1), "mse", (X[:16], Y[:16]))
-    loop = ff.TrainLoop(state, task, n_steps=1, strategy=four(fsdp=True), stdout=False)
-    (checkpoint,) = loop
+    state = ff.init_state(Net(None).init, OPTIMIZER, 0, (X[:1],))
+    _, checkpoint = loop_of(four(fsdp=True), n_steps=1, init=state)
     assert not state.params["Dense_0"]["kernel"].is_deleted()
     shard = checkpoint.state.params["Dense_0"]["kernel"].addressable_shards[0]
     assert shard.data.shape == (16, 64)
@@ -309,42 +297,26 @@ def test_a_given_state_is_spread_and_stays_valid():
 
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(tmp_path):
-    def run(strategy, n_steps, init):
-        data = ff.ArrayStream(X, Y, batch_size=16)
-        task = ff.TrainTask(Net(None).apply, optax.sgd(0.02, momentum=0.9), "mse", data)
+    saved = None
+    mixed, two = four({"data": 2, "model": 2}, fsdp=True), ff.DataParallel(jax.devices()[:2])
+    for n_steps, strategy in enumerate((four(fsdp=True), mixed, one(), two), start=2):
+        reader = checkpoints.CheckpointFileReader(tmp_path, Net(None).init)
         writer = checkpoints.CheckpointFileWriter(tmp_path, asynchronous=False)
-        loop = ff.TrainLoop(
-            init,
-            task,
-            0,
-            n_steps=n_steps,
-            n_steps_per_checkpoint=n_steps,
-            first_checkpoint=n_steps,
-            strategy=strategy,
-            callbacks=[writer],
-            stdout=False,
-        )
-        start = loop.state
-        return start, list(loop)[-1].state
-
-    reader = checkpoints.CheckpointFileReader(tmp_path, Net(None).init)
-    _, saved = run(four(fsdp=True), 2, reader)
-    saved = ff.gather(saved.replace(key=0))
-    for n_steps, strategy in ((3, four({"data": 2, "model": 2}, fsdp=True)), (4, one())):
-        restored, last = run(strategy, n_steps, reader)
-        jax.tree.map(np.testing.assert_array_equal, ff.gather(restored.replace(key=0)), saved)
-        saved = ff.gather(last.replace(key=0))
-    assert int(saved.step) == 4
+        loop = make_loop(strategy, n_steps=n_steps, init=reader, callbacks=[writer])
+        restored = ff.gather(loop.state.replace(key=0))
+        if saved is not None:
+            jax.tree.map(np.testing.assert_array_equal, restored, saved)
+        *_, last = loop
+        saved = ff.gather(last.state.replace(key=0))
+    assert int(saved.step) == 5
 
 
 def test_a_restored_state_is_never_whole_on_a_device(tmp_path):
-    strategy = four(fsdp=True)
-    _, checkpoint = loop_of(strategy, None, keep_grads=True)
-    checkpoints.save(tmp_path, checkpoint.state)
+    state = ff.init_state(Net(None).init, OPTIMIZER, 0, (X[:1],)).replace_step(5)
+    checkpoints.save(tmp_path, state)
     before = {id(array) for array in jax.live_arrays()}
-    task = ff.TrainTask(Net(None).apply, optax.sgd(0.02, momentum=0.9), "mse", (X, Y))
     reader = checkpoints.CheckpointFileReader(tmp_path, Net(None).init)
-    loop = ff.TrainLoop(reader, task, strategy=strategy, stdout=False)
+    loop = make_loop(four(fsdp=True), init=reader)
     assert loop.step == 5
     large = [a for a in jax.live_arrays() if id(a) not in before and a.shape == (16, 256)]
     assert large

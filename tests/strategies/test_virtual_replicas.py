@@ -3,13 +3,13 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
 from loops import init_of
 from marks import thorough
+from strategies import assert_same_bits
 
 import flaxfit as ff
 
@@ -65,15 +65,6 @@ def train(*arguments, **options):
     return loop.state, metrics
 
 
-def assert_same(found, expected):
-    """Every array of both, to the bit."""
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(found)]
-    for name, a, b in zip(names, jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        assert np.array_equal(a, b), name
-
-
 @functools.cache
 def whole(n, virtual_replicas=8, *, is_small=False):
     return train(n, virtual_replicas=virtual_replicas, is_small=is_small)
@@ -82,7 +73,7 @@ def whole(n, virtual_replicas=8, *, is_small=False):
 @pytest.mark.thorough
 @pytest.mark.parametrize("n", [1, 2])
 def test_batch_statistics_dropout_and_a_smaller_last_batch_are_the_same_to_the_bit(n):
-    assert_same(whole(n), whole(4))
+    assert_same_bits(whole(n), whole(4))
 
 
 @functools.cache
@@ -91,9 +82,8 @@ def weighted(n, steps_per_call=1):
     stream = ff.ArrayStream(X, Y, W, batch_size=13, shuffle=True)
     options = {"clip_norm": 0.1, "ema": 0.9, "skip_nonfinite": True, "accumulate": 2}
     net = nn.Dense(3)
-    task = ff.TrainTask(
-        net.apply, optax.adam(0.1), "crossentropy", stream, rngs=(), freeze="bias", **options
-    )
+    options |= {"rngs": (), "freeze": "bias"}
+    task = ff.TrainTask(net.apply, optax.adam(0.1), "crossentropy", stream, **options)
     loop = ff.TrainLoop(
         init_of(net, 12),
         task,
@@ -110,7 +100,7 @@ def weighted(n, steps_per_call=1):
 
 @pytest.mark.slow
 def test_weights_padding_clipping_and_averages_are_the_same_to_the_bit():
-    assert_same(weighted(1), weighted(4))
+    assert_same_bits(weighted(1), weighted(4))
 
 
 @pytest.mark.slow
@@ -148,7 +138,7 @@ def test_a_run_goes_on_to_the_bit_on_other_numbers_of_devices(devices, replicas,
         save = ff.checkpoints.CheckpointFileWriter(tmp_path)
         state, of_part = train(n, n_steps, init=reader, callbacks=[save], **options)
         found += of_part
-    assert_same((state, found), (expected, metrics))
+    assert_same_bits((state, found), (expected, metrics))
     assert "bit for bit" not in capfd.readouterr().err
     make_loop(4, init=reader, virtual_replicas=4, is_small=is_small)
     said = capfd.readouterr().err
@@ -188,16 +178,11 @@ def test_a_model_that_reduces_over_the_replicas_is_refused():
 
 def test_a_batch_that_cannot_be_padded_must_divide_by_them():
     task = ff.TrainTask(
-        lambda v, x, **_: (x * v["params"], {}),
-        optax.sgd(0.1),
-        "mse",
-        iter([(X[:12], X[:12])]),
-        pad=False,
+        lambda v, x: x * v["params"], optax.sgd(0.1), "mse", iter([(X[:12], X[:12])]), pad=False
     )
+    state = ff.TrainState.create(task.optimizer, {"params": np.ones(12, np.float32)})
     strategy = ff.DataParallel(jax.devices()[:2], virtual_replicas=8)
-    loop = ff.TrainLoop(
-        lambda rngs, x: {"params": np.ones(12, np.float32)}, task, 0, strategy=strategy
-    )
+    loop = ff.TrainLoop(state, task, strategy=strategy)
     message = "Cannot split a batch of 12 examples over 8 virtual replicas.*or fewer virtual"
     with pytest.raises(ValueError, match=message):
         loop.next_step()

@@ -22,3 +22,18 @@ def assert_holds(found, expected=ARRAYS):
         array = found[name].get()
         assert (array.shape, array.dtype) == (value.shape, value.dtype), name
         np.testing.assert_array_equal(array, value)
+
+
+def write_zarr(folder, array, dtype=None, **metadata):
+    """Writes an array as TensorStore does; returns the open store."""
+    import tensorstore
+
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": str(folder)},
+        "metadata": {"shape": list(array.shape), **metadata},
+        "dtype": dtype or str(array.dtype),
+    }
+    store = tensorstore.open(spec, create=True, open=True).result()
+    store.write(array).result()
+    return store
