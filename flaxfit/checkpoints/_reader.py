@@ -1,5 +1,6 @@
 """CheckpointFileReader: reads the newest, best or a given checkpoint; skips damaged ones."""
 
+import functools
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -119,7 +120,11 @@ class CheckpointFileReader:
             problem = next(filter(None, problems), None)
             if problem is None:
                 return found
-            damaged.append(self._reject(step, problem))
+            reject = functools.partial(self._set_corrupt_aside, step, problem)
+            name = from_main("a damaged checkpoint", reject)
+            if name is None:
+                raise _Gone
+            damaged.append(name)
         set_aside = from_main("the damaged checkpoints of a folder", self._no_steps)
         damaged += [name for name in set_aside if name not in damaged]
         if damaged:
@@ -158,13 +163,6 @@ class CheckpointFileReader:
         if None in damaged:
             raise _Gone
         return _ranked(self.folder, records), damaged
-
-    def _reject(self, step: int, problem: str) -> str:
-        """Sets a damaged step aside and returns its new name."""
-        name = from_main("a damaged checkpoint", lambda: self._set_corrupt_aside(step, problem))
-        if name is None:
-            raise _Gone
-        return name
 
     def _set_corrupt_aside(self, step: int, problem: str) -> str | None:
         """Renames and reports a damaged step; returns its name, or None if it was deleted."""

@@ -77,22 +77,18 @@ class ExportedModel:
           TypeError: an input cannot be cast without loss, such as floats to integers.
           ValueError: the method does not exist, or takes other inputs.
         """
-        name = self._default if method is None else method
-        if name not in self._compiled:
-            raise ValueError(f"There is no method {name!r}, only {', '.join(self._compiled)}.")
-        return self._compiled[name](params, self._inputs(name, named or inputs))
+        names = list(self._compiled)
+        if method is None:
+            method = names[0] if len(names) == 1 else DEFAULT_METHOD_KEY
+            if method not in names:
+                raise ValueError(f"Name one of the methods: .methods has {', '.join(names)}.")
+        elif method not in names:
+            raise ValueError(f"There is no method {method!r}, only {', '.join(names)}.")
+        return self._compiled[method](params, self._inputs(method, named or inputs))
 
     def __repr__(self) -> str:
         methods = ", ".join(f"{name}({spec})" for name, spec in self.input_spec.items())
         return f"ExportedModel({methods} on {', '.join(self.platforms)})"
-
-    @property
-    def _default(self) -> str:
-        if DEFAULT_METHOD_KEY in self._compiled:
-            return DEFAULT_METHOD_KEY
-        if len(self._compiled) == 1:
-            return next(iter(self._compiled))
-        raise ValueError(f"Name one of the methods: .methods has {', '.join(self._compiled)}.")
 
     def _inputs(self, name: str, inputs: PyTree) -> PyTree:
         """Converts inputs to arrays of the dtypes that a method takes."""

@@ -38,6 +38,10 @@ _MATRICES = {"q": "query", "k": "key", "v": "value", "o": "out"}
 _ATTENTIONS = {"SelfAttention": "self_attention", "EncDecAttention": "encoder_decoder_attention"}
 _SINGLE = {
     "shared/embedding": "token_embedder/embedding",
+    "encoder/embedding": "encoder/token_embedder/embedding",
+    "(?:decoder|transformer)/embedding": "decoder/token_embedder/embedding",
+    "encoder/(?:final_layer|rms)_norm/scale": "encoder/encoder_norm/scale",
+    "(?:decoder|transformer)/(?:final_layer|rms)_norm/scale": "decoder/decoder_norm/scale",
     "(?:decoder|transformer)/logits/kernel": "decoder/logits_dense/kernel",
 }
 _OLD_SINGLE = {
@@ -97,11 +101,6 @@ for _pattern, _name in _OLD_SINGLE.items():
     _add_inverse(_pattern)(_name.format)
 
 
-@_add(f"{_TOWER}/embedding")
-def _embedding(tower: str) -> str:
-    return f"{_TOWERS[tower]}/token_embedder/embedding"
-
-
 @_add(rf"{_LAYER}/SelfAttention/relative_attention_bias")
 def _relative_bias(tower: str, block: str, layer: str) -> str:
     return f"{_TOWERS[tower]}/layers_{int(block)}/relpos_bias/rel_embedding"
@@ -122,11 +121,6 @@ def _mlp(tower: str, block: str, layer: str, matrix: str) -> str:
 @_add(r"(decoder)/block_(\d+)/layer_00([012])/(?:layer|rms)_norm/scale")
 def _norm(tower: str, block: str, layer: str) -> str:
     return f"{_TOWERS[tower]}/layers_{int(block)}/{_NORMS[tower][int(layer)]}/scale"
-
-
-@_add(f"{_TOWER}/(?:final_layer|rms)_norm/scale")
-def _final_norm(tower: str) -> str:
-    return f"{_TOWERS[tower]}/{_TOWERS[tower]}_norm/scale"
 
 
 @t5_translator.add_last_step

@@ -10,13 +10,7 @@ Observer = Callable[[int], None]
 
 @dataclasses.dataclass
 class Observers:
-    """Functions that a loop calls between two dispatches; they must not read the device.
-
-    >>> observers = Observers()
-    >>> observers.after_step.append(print)
-    >>> len(observers.after_step)
-    1
-    """
+    """Functions that a loop calls between two dispatches; they must not read the device."""
 
     before_span: list[Observer] = dataclasses.field(default_factory=list)
     """Called with the step before the first step after each checkpoint."""

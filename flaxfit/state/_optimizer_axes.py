@@ -17,13 +17,7 @@ Names = tuple[str | tuple[str, ...] | None, ...]
 
 
 def with_optimizer(axes: Axes | None, params: Params, opt_state: OptState) -> Axes | None:
-    """Replaces the axes of the optimizer's state by axes for this optimizer.
-
-    >>> params = {"w": np.ones(3)}
-    >>> axes = FrozenDict({"params/w": PartitionSpec("embed")})
-    >>> with_optimizer(axes, params, {"mu": params})["opt_state/mu/w"] == PartitionSpec("embed")
-    True
-    """
+    """Replaces the axes of the optimizer's state by axes for this optimizer."""
     if axes is None:
         return None
     specs = specs_by_parameter({"opt_state": opt_state}, {"params": params}, axes)

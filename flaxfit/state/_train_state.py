@@ -180,10 +180,6 @@ def at_start(
 
 @dataclasses.dataclass(frozen=True)
 class TemplateOf:
-    """Makes the template of a checkpoint, where that depends on its `running` record.
-
-    >>> TemplateOf(lambda running: running["template"]).make({"template": None}) is None
-    True
-    """
+    """Makes the template of a checkpoint, where that depends on its `running` record."""
 
     make: Callable[[Json], TrainState]

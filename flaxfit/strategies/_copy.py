@@ -12,12 +12,7 @@ from flaxfit.tree import Array, ArrayLike, Function, PyTree, is_key
 
 
 def copied(tree: PyTree, sharding: jax.sharding.Sharding | None = None) -> PyTree:
-    """Copies a tree of arrays to a sharding; None: each array keeps its own.
-
-    >>> x = jnp.ones(2)
-    >>> copied({"x": x})["x"] is x
-    False
-    """
+    """Copies a tree of arrays to a sharding; None: each array keeps its own."""
     if jax.sharding.get_abstract_mesh().empty:
         return _copy_to(sharding)(tree)  # Faster than `jax.device_put` for a few arrays.
     # Not `jit`: it would use the devices of a mesh that the user has set.

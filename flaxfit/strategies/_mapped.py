@@ -25,15 +25,8 @@ def mapped(
     of the last argument, or the unchanged leaves if `is_unsplit`. The programs of both
     implementations differ only in that.
 
-    >>> mesh, batch = Mesh(jax.devices()[:2], ("replica",)), jax.numpy.ones((2, 1))
-    >>> double = mapped(lambda x, part: x * part, mesh, 2, 0, implementation="shard_map")
-    >>> double(2.0, batch)
-    Array([[2.],
-           [2.]], dtype=float32)
-
-    Args:
-      out_axes: 0 for results that keep the device axis, None for results equal on all devices; a
-        tuple of these for a function that returns a tuple.
+    `out_axes` is 0 for results that keep the device axis, None for results equal on all devices; a
+    tuple of these for a function that returns a tuple.
     """
     axis, donated = mesh.axis_names[0], tuple(range(n_donated))
     if implementation == "pmap":

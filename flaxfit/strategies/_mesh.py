@@ -13,11 +13,7 @@ from flaxfit.tree import Function, PyTree, Rules
 
 
 def axis_sizes(mesh_shape: Mapping[str, int], n_devices: int) -> dict[str, int]:
-    """Replaces a size of -1 by the number of remaining devices.
-
-    >>> axis_sizes({"data": -1, "model": 2}, 8)
-    {'data': 4, 'model': 2}
-    """
+    """Replaces a size of -1 by the number of remaining devices."""
     if not isinstance(mesh_shape, Mapping):
         raise TypeError(
             "mesh_shape must map the names of axes to their sizes, such as "

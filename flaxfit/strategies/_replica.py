@@ -8,12 +8,7 @@ REPLICA = "replica"
 
 
 def only_replica(function: Function, strategy: object, axis: str) -> Function:
-    """Makes a function the only replica of an axis that the strategy's models may name.
-
-    >>> import jax
-    >>> int(only_replica(lambda x: jax.lax.psum(x, "batch"), "a strategy", "batch")(3))
-    3
-    """
+    """Makes a function the only replica of an axis that the strategy's models may name."""
     return _explained(
         single_replica(function, axis),
         lambda name: (

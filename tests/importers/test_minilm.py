@@ -49,6 +49,7 @@ def embeddings(folder):
     return np.asarray(jax.jit(model.apply)({"params": params}, tokens))
 
 
+@pytest.mark.slow
 def test_embeddings_equal_those_that_the_package_gave(embeddings, kept):
     # Kept, so that the comparison needs neither torch nor sentence-transformers.
     recorded = np.load(kept / "minilm_embeddings.npy")
