@@ -120,11 +120,6 @@ def flip_array(step):
         file.write_bytes(content)
 
 
-def flip_record(step):
-    file = step / "record" / "metadata"
-    file.write_text(file.read_text().replace('"loss": 0.5', '"loss": 0.6'))
-
-
 def truncate_arrays(step):
     for file in data_files(step):
         file.write_bytes(file.read_bytes()[:-20])
@@ -132,21 +127,17 @@ def truncate_arrays(step):
 
 DAMAGE = {
     "flipped array bits": flip_array,
-    "flipped metric": flip_record,
-    "truncated arrays": truncate_arrays,
     "truncated record": lambda step: (step / "record" / "metadata").write_text('{"rec'),
     "record that is no object": lambda step: (step / "record" / "metadata").write_text("[]"),
     "deleted record": lambda step: shutil.rmtree(step / "record"),
     "deleted arrays": lambda step: shutil.rmtree(step / "arrays"),
-    "deleted manifest": lambda step: (step / "arrays" / "manifest.ocdbt").unlink(),
-    "deleted data": lambda step: [file.unlink() for file in data_files(step)],
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, capfd, name):
-    fill(tmp_path, 1)
-    save(tmp_path, SMALL.replace(step=jnp.int32(2)), metrics={"loss": 0.5})
+    """Further damage is found in `test_seal` and in `test_fuzz`."""
+    fill(tmp_path, 1, 2)
     DAMAGE[name](tmp_path / "2")
     found = read(tmp_path, SMALL)
     assert found.step == int(found.state.step) == 1

@@ -64,18 +64,18 @@ def test_named_steps_are_kept_ranked_and_read_as_others(tmp_path):
         assert_identical(restore(tmp_path, SMALL, which=which), small_state(step))
 
 
-def test_a_damaged_named_step_is_set_aside(tmp_path, capfd):
+def test_a_damaged_a_replaced_and_an_emptied_named_step_are_known(tmp_path, capfd):
     save_losses(tmp_path, [0.5, 0.2], name="{val_loss}")
     (tmp_path / "2@0.2" / "seal.json").write_text("{}")
     assert CheckpointFileReader(tmp_path).read().step == 1
     assert names(tmp_path) == ["1@0.5", "corrupt-2-0"]
-    assert "the checkpoint of step 2" in capfd.readouterr().err
-
-
-def test_an_emptied_named_step_is_told_of(tmp_path):
-    (tmp_path / "2@0.2").mkdir()
-    with pytest.raises(ValueError, match="no intact checkpoint, only 2@0.2"):
-        CheckpointFileReader(tmp_path).read()
+    (tmp_path / "1@0.5").rename(tmp_path / "replaced-1-0")  # As by an interrupted replacement.
+    CheckpointFileWriter(tmp_path)
+    assert names(tmp_path) == ["1", "corrupt-2-0"]
+    (tmp_path / "3@0.2").mkdir()
+    assert CheckpointFileReader(tmp_path).read().step == 1
+    report = capfd.readouterr().err
+    assert "the checkpoint of step 2" in report and "not checkpoints: 3@0.2" in report
 
 
 def test_a_step_saved_again_replaces_the_one_of_another_name(tmp_path):
@@ -86,13 +86,6 @@ def test_a_step_saved_again_replaces_the_one_of_another_name(tmp_path):
     inode = (tmp_path / "1@best 5.0e-01").stat().st_ino
     save_losses(tmp_path, [0.5])  # The same content.
     assert (tmp_path / "1@best 5.0e-01").stat().st_ino == inode
-
-
-def test_an_interrupted_replacement_of_a_named_step_is_taken_back(tmp_path):
-    save_losses(tmp_path, [0.5], name="{val_loss}")
-    (tmp_path / "1@0.5").rename(tmp_path / "replaced-1-0")
-    CheckpointFileWriter(tmp_path, name="{val_loss}")
-    assert names(tmp_path) == ["1"]
 
 
 @pytest.mark.slow

@@ -52,6 +52,12 @@ def module(net, variables):
 
 
 @pytest.fixture
+def double():
+    """A module that is written in no time."""
+    return JaxModule(np.float32(2), lambda p, x: p * x, input_spec=InputSpec(("b",)))
+
+
+@pytest.fixture
 def x():
     return np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
 

@@ -39,6 +39,7 @@ def test_inputs_are_cast_to_the_dtypes_of_the_method(mixed):
         ((np.ones((0, 2)), np.ones(0, int), [0, 0]), ValueError, r"1 or more, .* \(0, 2\)"),
         (([[1, 2]], [1]), ValueError, r"takes float32\[n, 2\], uint8\[n\].*, got \("),
         ((np.ones((1, 2)), [1], (0, 0)), ValueError, r"got \('float64\[1, 2\]'"),
+        ((np.ones((2, 4)), [1, 1], [0, 0]), ValueError, r"\(n, 2\).*\(2, 4\)"),
     ],
 )
 def test_inputs_that_a_method_does_not_take_are_named(mixed, inputs, error, message):
@@ -62,9 +63,3 @@ def test_other_weights_and_methods_can_be_used(path):
         loaded(one)
     with pytest.raises(ValueError, match="no method 'triple', only double, both"):
         loaded.apply({}, one, method="triple")
-
-
-def test_a_wrong_shape_is_an_error_that_shows_both(module, path):
-    export.save(module, path)
-    with pytest.raises(ValueError, match=r"\(batch, 3\).*\(2, 4\)"):
-        export.load(path)(np.ones((2, 4)))

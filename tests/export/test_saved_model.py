@@ -29,12 +29,6 @@ def path(tmp_path):
     return tmp_path / "saved"
 
 
-@pytest.fixture
-def double():
-    """A module that is written in no time."""
-    return JaxModule(np.float32(2), lambda p, x: p * x, input_spec=InputSpec(("b",)))
-
-
 @pytest.fixture(scope="module")
 def trainable(net, variables):
     """A module whose parameters, but not its statistics, can be trained."""

@@ -15,16 +15,12 @@ pytest.importorskip("tensorstore", reason="tensorstore is not installed")
 NUMBERS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-def counted(array, counts):
+def threaded(array, counts):
     def read():
         counts.append(1)
         return array
 
-    return read
-
-
-def threaded(array, counts):
-    return LazyThreadPoolArray(array.shape, array.dtype, counted(array, counts))
+    return LazyThreadPoolArray(array.shape, array.dtype, read)
 
 
 def awaited(array, counts):

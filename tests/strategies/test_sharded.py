@@ -287,15 +287,6 @@ def test_hyperparameters_and_frozen_parameters_can_be_set_on_the_way():
 
 
 @pytest.mark.slow
-def test_a_given_state_is_spread_and_stays_valid():
-    state = ff.init_state(Net(None).init, OPTIMIZER, 0, (X[:1],))
-    _, checkpoint = loop_of(four(fsdp=True), n_steps=1, init=state)
-    assert not state.params["Dense_0"]["kernel"].is_deleted()
-    shard = checkpoint.state.params["Dense_0"]["kernel"].addressable_shards[0]
-    assert shard.data.shape == (16, 64)
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(tmp_path):
     saved = None
     mixed, two = four({"data": 2, "model": 2}, fsdp=True), ff.DataParallel(jax.devices()[:2])

@@ -70,12 +70,6 @@ def whole(n, virtual_replicas=8, *, is_small=False):
     return train(n, virtual_replicas=virtual_replicas, is_small=is_small)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("n", [1, 2])
-def test_batch_statistics_dropout_and_a_smaller_last_batch_are_the_same_to_the_bit(n):
-    assert_same_bits(whole(n), whole(4))
-
-
 @functools.cache
 def weighted(n, steps_per_call=1):
     """The state and the metrics of a run whose batches are padded, with many options."""
