@@ -87,12 +87,12 @@ def test_a_lying_description_is_refused(whole, path, change):
 def test_a_damaged_file_never_loads(whole, path):
     content = whole.read_bytes()
     with zipfile.ZipFile(whole) as archive:
-        contents = [
-            (m.header_offset + 30 + len(m.filename), m.file_size) for m in archive.infolist()
-        ]
+        members = archive.infolist()
     chance = random.Random(0)
-    for start, size in contents * 10:
-        at = start + chance.randrange(size)
+    for member in members * 10:
+        n_extra = int.from_bytes(content[member.header_offset + 28 :][:2], "little")
+        start = member.header_offset + 30 + len(member.filename) + n_extra
+        at = start + chance.randrange(member.file_size)
         bad = bytearray(content)
         bad[at] ^= 1 << chance.randrange(8)
         path.write_bytes(bad)

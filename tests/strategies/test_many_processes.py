@@ -55,6 +55,11 @@ def named(tree):
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[key], expected[key]) for key in expected)
+
+
 def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for key, array in expected.items():
@@ -63,9 +68,7 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_process_comes_to_the_same(two, name):
-    first, second = (results(two, name, process) for process in (0, 1))
-    assert first.keys() == second.keys()
-    assert all(np.array_equal(first[key], second[key]) for key in first)
+    assert_same(*(results(two, name, process) for process in (0, 1)))
 
 
 @pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
@@ -95,9 +98,7 @@ def test_two_processes_fit_as_one_does(two, alone):
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_gathered_on_the_devices_and_rows_assembled_on_the_hosts_are_the_same(two, name):
     found = results(two, name, 0)
-    on_devices, on_hosts = part(found, "params"), part(found, "assembled")
-    assert on_devices.keys() == on_hosts.keys()
-    assert all(np.array_equal(on_devices[key], on_hosts[key]) for key in on_devices)
+    assert_same(part(found, "params"), part(found, "assembled"))
 
 
 @pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
@@ -113,17 +114,15 @@ def test_two_processes_begin_with_loaded_weights(two, alone, name):
 
 @pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
 def test_an_nnx_instance_gets_the_weights_of_its_model(two, alone, name):
-    found, expected = (part(results(two, name, 0), f"instance[{i}]") for i in range(2))
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[key], expected[key]) for key in expected)
+    assert_same(*(part(results(two, name, 0), f"instance[{i}]") for i in range(2)))
 
 
 @pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
 def test_two_processes_place_and_save_companions_as_one_does(two, alone, name):
     found, strategy = part(results(two, name, 0), "distilled"), alone.STRATEGIES[name]()
     assert_close(found, named(alone.distilled(strategy)))
-    again = named(alone.distilled(strategy, two / f"{name}-distilled"))  # It was complete.
-    assert all(np.array_equal(found[key], again[key]) for key in found)
+    again = alone.distilled(strategy, two / f"{name}-distilled")  # It was complete.
+    assert_same(found, named(again))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,15 +130,12 @@ def test_what_two_processes_saved_is_restored_by_one(two, alone, name):
     assert ff.checkpoints.list_steps(two / name) == [1, 6]
     loop, metrics = alone.train(alone.STRATEGIES[name](), alone.arrays(), 6, two / name)
     assert (loop.step, metrics) == (6, [])
-    restored, found = named(ff.gather(loop.state.params)), part(results(two, name, 0), "params")
-    assert all(np.array_equal(restored[key], found[key]) for key in found)
+    assert_same(named(ff.gather(loop.state.params)), part(results(two, name, 0), "params"))
 
 
 def test_virtual_replicas_give_the_bits_of_one_process_and_go_on_in_it(two, alone, tmp_path, capfd):
     first, second = (results(two, "virtual", process) for process in (0, 1))
-    assert first.keys() == second.keys()
-    assert all(np.array_equal(first[key], second[key]) for key in first)
-
+    assert_same(first, second)
     expected = alone.virtual(n_steps=8)
     checkpoints = tmp_path / "virtual"
     shutil.copytree(two / "virtual", checkpoints)
@@ -148,11 +144,8 @@ def test_virtual_replicas_give_the_bits_of_one_process_and_go_on_in_it(two, alon
     assert "bit for bit" not in capfd.readouterr().err
     assert part(first, "metrics") == named(expected["metrics"][:2])
     assert metrics == expected["metrics"][2:]
-    found, whole = named(alone.part_of(resumed)), named(expected["state"])
-    assert all(np.array_equal(found[key], whole[key]) for key in whole)
-    found, whole = part(first, "smaller"), named(expected["smaller"])
-    assert found.keys() == whole.keys()
-    assert all(np.array_equal(found[key], whole[key]) for key in whole)
+    assert_same(named(alone.part_of(resumed)), named(expected["state"]))
+    assert_same(part(first, "smaller"), named(expected["smaller"]))
 
 
 @pytest.fixture
@@ -224,8 +217,7 @@ def test_the_bits_do_not_depend_on_which_process_has_a_device(two, launch, tmp_p
     for name in names:
         four, pair = results(tmp_path, name, 3), results(two, name, 0)
         if name == "virtual":
-            assert all(np.array_equal(four[key], pair[key]) for key in pair)
+            assert_same(four, pair)
             continue
-        found, expected = part(four, "params"), part(pair, "params")
-        assert all(np.array_equal(found[key], expected[key]) for key in expected)
+        assert_same(part(four, "params"), part(pair, "params"))
         assert_close(part(four, "metrics"), part(pair, "metrics"))
