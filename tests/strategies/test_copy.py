@@ -56,7 +56,7 @@ def test_a_source_may_write_each_batch_into_the_memory_of_the_one_before(steps_p
             yield x, y
 
     def last_loss(data):
-        task = ff.TrainTask(lambda v, x: x @ v["params"], optax.sgd(0.01), "mse", data)
+        task = ff.TrainTask(lambda v, x, **_: (x @ v["params"], {}), optax.sgd(0.01), "mse", data)
         init = ff.TrainState.create(task.optimizer, {"params": np.zeros((8, 1), np.float32)})
         options = {"n_steps_per_checkpoint": 16, "first_checkpoint": 16, "stdout": False}
         options |= {"devices": jax.devices()[:1], "steps_per_call": steps_per_call}

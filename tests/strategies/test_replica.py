@@ -113,8 +113,8 @@ def test_the_axis_is_called_replica_unless_it_is_named():
 def test_another_axis_is_refused_and_the_one_that_there_is_named(make, collective):
     strategy = make(axis_name="rows")
 
-    def apply(variables, x):
-        return variables["params"] * x[:, 0] + collective("batch")
+    def apply(variables, x, **_):
+        return variables["params"] * x[:, 0] + collective("batch"), {}
 
     task = ff.TrainTask(apply, optax.sgd(0.1), "mse", (X, Y))
     state = ff.TrainState.create(task.optimizer, {"params": jnp.ones(())})

@@ -171,9 +171,11 @@ def test_a_model_that_reduces_over_the_replicas_is_refused():
 
 
 def test_a_batch_that_cannot_be_padded_must_divide_by_them():
-    task = ff.TrainTask(
-        lambda v, x: x * v["params"], optax.sgd(0.1), "mse", iter([(X[:12], X[:12])]), pad=False
-    )
+    def apply(variables, x, **_):
+        return x * variables["params"], {}
+
+    data = iter([(X[:12], X[:12])])
+    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", data, pad=False)
     state = ff.TrainState.create(task.optimizer, {"params": np.ones(12, np.float32)})
     strategy = ff.DataParallel(jax.devices()[:2], virtual_replicas=8)
     loop = ff.TrainLoop(state, task, strategy=strategy)
