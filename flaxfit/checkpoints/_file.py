@@ -111,12 +111,13 @@ def read(
             f"changed: {', '.join(changed)}"
         )
     sums = record["sums"]
+    metrics: dict[str, PyTree] = {
+        name: np.asarray(value) if isinstance(value, list) else value
+        for name, value in record["metrics"].items()
+    }
     return CheckpointFile(
         state=_plain_state(arrays, described) if template is None else unflatten(arrays, template),
-        metrics={
-            name: np.asarray(value) if isinstance(value, list) else value
-            for name, value in record["metrics"].items()
-        },
+        metrics=metrics,
         data_state=own_position(record["data_state"]),
         sums=sums and {dtype: np.asarray(pair, dtype) for dtype, pair in sums.items()},
         callback_arrays=_callback_arrays(arrays, template),
