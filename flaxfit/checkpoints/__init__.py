@@ -2,8 +2,9 @@
 
 from flaxfit.checkpoints._file import CheckpointFile
 from flaxfit.checkpoints._reader import CheckpointFileReader, best, latest, list_steps, restore
+from flaxfit.checkpoints._save import save
 from flaxfit.checkpoints._weights import load_weights, save_weights
-from flaxfit.checkpoints._writer import CheckpointFileWriter, save
+from flaxfit.checkpoints._writer import CheckpointFileWriter
 
 __all__ = [
     "CheckpointFile",

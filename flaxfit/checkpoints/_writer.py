@@ -1,4 +1,4 @@
-"""CheckpointFileWriter: a callback that saves each checkpoint; save: saves one, at once."""
+"""CheckpointFileWriter: a callback that saves each checkpoint, in the background by default."""
 
 import math
 import os
@@ -18,9 +18,9 @@ from flaxfit.checkpoints._retention import Retention, supersede
 from flaxfit.checkpoints._save_freq import SaveFreq
 from flaxfit.checkpoints._step_name import StepName
 from flaxfit.checkpoints._step_save import StepSave, cannot_save
-from flaxfit.display import say, short_errors
+from flaxfit.display import say
 from flaxfit.distributed import from_main, is_main
-from flaxfit.state import Checkpoint, TrainState, collect
+from flaxfit.state import Checkpoint, collect
 from flaxfit.tree import Array, Json
 
 # One writer of this process begins at a time: between waiting for the others and registering its
@@ -333,43 +333,3 @@ class CheckpointFileWriter:
     def _tidy(self) -> None:
         if is_main():
             _folder.tidy(self.output_dir)
-
-
-@short_errors
-def save(
-    folder: str | os.PathLike[str],
-    checkpoint: Checkpoint | TrainState,
-    *,
-    metrics: Mapping[str, float] | None = None,
-    history: Json = None,
-    callback_states: Mapping[str, Json] | None = None,
-) -> Path:
-    """Saves a checkpoint, or a bare state, and waits until it is on disk.
-
-    No other step is removed.
-
-    >>> import tempfile, jax.numpy as jnp, optax
-    >>> from flaxfit.step._init_state import init_state
-    >>> init = lambda rngs, x: {"params": {"w": jnp.ones(3)}}
-    >>> state = init_state(init, optax.adam(0.1), 0, (jnp.ones(3),))
-    >>> save(tempfile.mkdtemp(), state).name
-    '0'
-
-    Args:
-      folder: the folder of the run.
-      checkpoint: a `Checkpoint`, or a `TrainState`.
-      metrics: metrics to save in addition to the checkpoint's own.
-      history: the metrics of the run so far; JSON.
-      callback_states: the states of callbacks by their names; JSON.
-
-    Returns:
-      The folder of the step.
-    """
-    if not isinstance(checkpoint, Checkpoint):
-        step = int(checkpoint.step)
-        checkpoint = Checkpoint(step=step, state=checkpoint, metrics=metrics or {})
-    elif metrics is not None:
-        checkpoint = checkpoint.with_metrics(metrics)
-    with CheckpointFileWriter(folder, keep=None, asynchronous=False) as writer:
-        writer._found = []  # This does not start a run, so later steps stay.
-        return writer.save(checkpoint, history=history, callback_states=callback_states)
