@@ -5,7 +5,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -129,9 +129,8 @@ class LazyArray(abc.ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
 
-    def _changed(self, function: Function, get_fn: Function) -> Self:
-        example = function(np.broadcast_to(np.zeros((), self.dtype), self.shape))
-        return type(self)(example.shape, example.dtype, get_fn)
+    def _example_of(self, function: Function) -> Array:
+        return function(np.broadcast_to(np.zeros((), self.dtype), self.shape))
 
     def _checked(self, value: ArrayLike) -> Array:
         """Checks the shape of the array that was read, and casts it to the stated dtype."""
@@ -167,7 +166,8 @@ class LazyThreadPoolArray(LazyArray):
 
     def map(self, function: Function) -> "LazyThreadPoolArray":
         """Returns this array, changed by a function when it is read."""
-        return self._changed(function, lambda: function(self.get()))
+        example = self._example_of(function)
+        return LazyThreadPoolArray(example.shape, example.dtype, lambda: function(self.get()))
 
 
 class LazyAwaitableArray(LazyArray):
@@ -193,11 +193,12 @@ class LazyAwaitableArray(LazyArray):
 
     def map(self, function: Function) -> "LazyAwaitableArray":
         """Returns this array, changed by a function when it is read."""
+        example = self._example_of(function)
 
         async def read() -> Array:
             return function(await self.get_async())
 
-        return self._changed(function, read)
+        return LazyAwaitableArray(example.shape, example.dtype, read)
 
     @classmethod
     def from_tensor_store_spec(
