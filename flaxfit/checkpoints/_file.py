@@ -34,8 +34,6 @@ from flaxfit.tree import Array, ArrayLike, Json, PyTree, digests, sharding_of
 
 Value = TypeVar("Value")
 Template = TrainState | InferenceState | TemplateOf | None
-_AS_RECORDED = ("step", "history", "running", "n_completed_steps", "n_examples", "callback_states")
-_AS_RECORDED += ("stop", "versions", "environment")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,14 +114,22 @@ def read(
         for name, value in record["metrics"].items()
     }
     return CheckpointFile(
+        step=record["step"],
         state=_plain_state(arrays, described) if template is None else unflatten(arrays, template),
         metrics=metrics,
+        history=record["history"],
         data_state=own_position(record["data_state"]),
+        running=record["running"],
+        n_completed_steps=record["n_completed_steps"],
+        n_examples=record["n_examples"],
         sums=sums and {dtype: np.asarray(pair, dtype) for dtype, pair in sums.items()},
+        callback_states=record["callback_states"],
         callback_arrays=_callback_arrays(arrays, template),
         companions=nested(_below(COMPANIONS, arrays)).get(COMPANIONS, {}),
+        stop=record["stop"],
+        versions=record["versions"],
+        environment=record["environment"],
         path=path,
-        **{name: record[name] for name in _AS_RECORDED},
     )
 
 

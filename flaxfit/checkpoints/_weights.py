@@ -121,8 +121,9 @@ def load_weights(
     else:
         is_variables = isinstance(variables, Mapping) and "params" in variables
 
-        def path_in_model(name: str) -> str | None:  # Without the name of the collection.
-            return name.partition("/")[2] or None if is_variables else name
+        def path_in_model(name: str) -> str | None:
+            """Removes the name of the collection, which paths of bare parameters lack."""
+            return (name.partition("/")[2] or None) if is_variables else name
 
         taken = choose(on_disk, here, partial, source, path_in_model)
         arrays = {name: arrays[name] for name in taken}
