@@ -35,6 +35,7 @@ def other_process(folder):
 
 def is_free(folder):
     with other_process(folder) as said:
+        assert said in ("free", "locked")
         return said == "free"
 
 

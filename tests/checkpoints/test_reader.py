@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoint_files import SMALL, data_files, fill, read, save_losses
+from checkpoint_files import SMALL, data_files, fill, read, save_losses, small_state
 from loops import assert_identical
 
 from flaxfit import Model, TrainLoop, TrainTask, init_state
@@ -120,6 +120,11 @@ def flip_array(step):
         file.write_bytes(content)
 
 
+def flip_record(step):
+    file = step / "record" / "metadata"
+    file.write_text(file.read_text().replace('"loss": 0.5', '"loss": 0.6'))
+
+
 def truncate_arrays(step):
     for file in data_files(step):
         file.write_bytes(file.read_bytes()[:-20])
@@ -127,17 +132,21 @@ def truncate_arrays(step):
 
 DAMAGE = {
     "flipped array bits": flip_array,
+    "flipped metric": flip_record,
+    "truncated arrays": truncate_arrays,
     "truncated record": lambda step: (step / "record" / "metadata").write_text('{"rec'),
     "record that is no object": lambda step: (step / "record" / "metadata").write_text("[]"),
     "deleted record": lambda step: shutil.rmtree(step / "record"),
     "deleted arrays": lambda step: shutil.rmtree(step / "arrays"),
+    "deleted manifest": lambda step: (step / "arrays" / "manifest.ocdbt").unlink(),
+    "deleted data": lambda step: [file.unlink() for file in data_files(step)],
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(tmp_path, capfd, name):
-    """Further damage is found in `test_seal` and in `test_fuzz`."""
-    fill(tmp_path, 1, 2)
+    fill(tmp_path, 1)
+    save(tmp_path, small_state(2), metrics={"loss": 0.5})
     DAMAGE[name](tmp_path / "2")
     found = read(tmp_path, SMALL)
     assert found.step == int(found.state.step) == 1

@@ -44,6 +44,16 @@ def test_a_with_block_that_succeeds_deletes_the_steps_on_request(tmp_path):
     assert not tmp_path.exists() and writer.last_saved is None
 
 
+def test_a_replicated_state_that_is_saved_at_once_may_be_donated(tmp_path):
+    state = replicated(make_state(7))
+    save(tmp_path, state)
+    consume = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    jax.block_until_ready(consume(state.params))
+    assert state.params["Dense_0"]["kernel"].is_deleted()
+    expected = make_state(7)
+    assert_identical(restore(tmp_path, abstract(expected)), expected)
+
+
 @pytest.mark.parametrize("end", ["donate", "delete"])
 @pytest.mark.parametrize("place", ["one device", "all devices"])
 def test_arrays_that_are_gone_before_the_background_begins_are_saved(
@@ -153,15 +163,31 @@ def test_the_name_of_a_folder_is_no_pattern(tmp_path, name):
     np.testing.assert_array_equal(restore(tmp_path / name).params["w"], SMALL.params["w"])
 
 
-def test_a_step_whose_files_are_incomplete_is_not_sealed_and_deletes_nothing(tmp_path, monkeypatch):
+def merge_nothing(handler, folder):
+    """As after an I/O error where Orbax lists what to merge: it only logs that."""
+
+
+def fail_to_merge(handler, folder):
+    raise ValueError("its files are odd")
+
+
+@pytest.mark.parametrize(
+    ("finalize", "words"),
+    [
+        (merge_nothing, "step 2.*files are incomplete.*has no array"),
+        (fail_to_merge, "step 2.*its files are odd"),
+    ],
+)
+def test_a_step_whose_files_are_not_merged_is_not_sealed_and_deletes_nothing(
+    tmp_path, monkeypatch, finalize, words
+):
     from orbax.checkpoint import PyTreeCheckpointHandler
 
     with CheckpointFileWriter(tmp_path, keep=1, asynchronous=False) as writer:
-        writer(noise(1))
-        # As after an I/O error where Orbax lists what to merge: it only logs that.
-        monkeypatch.setattr(PyTreeCheckpointHandler, "finalize", lambda handler, folder: None)
-        with pytest.raises(RuntimeError, match="step 2.*files are incomplete.*has no array"):
-            writer(noise(2))
+        writer(make_checkpoint(1))
+        monkeypatch.setattr(PyTreeCheckpointHandler, "finalize", finalize)
+        with pytest.raises(RuntimeError, match=words):
+            writer(make_checkpoint(2))
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
     restore(tmp_path)
 
