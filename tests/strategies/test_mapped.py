@@ -75,8 +75,14 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     ("n", "out_axes"),
-    [(4, (None, 0)), *(slow(4, None), slow(4, 0), slow(1, (None, 0)))]
-    + [thorough(1, None), thorough(1, 0)],
+    [
+        (4, (None, 0)),
+        slow(4, None),
+        slow(4, 0),
+        slow(1, (None, 0)),
+        thorough(1, None),
+        thorough(1, 0),
+    ],
 )
 def test_both_lower_to_the_same_program_and_results(n, out_axes):
     mesh = Mesh(np.array(jax.devices()[:n]), ("replica",))

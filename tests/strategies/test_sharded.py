@@ -289,8 +289,9 @@ def test_hyperparameters_and_frozen_parameters_can_be_set_on_the_way():
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(tmp_path):
     saved = None
-    mixed, two = four({"data": 2, "model": 2}, fsdp=True), ff.DataParallel(jax.devices()[:2])
-    for n_steps, strategy in enumerate((four(fsdp=True), mixed, one(), two), start=2):
+    mixed = four({"data": 2, "model": 2}, fsdp=True)
+    replicas = [ff.DataParallel(jax.devices()[:n]) for n in (4, 2)]
+    for n_steps, strategy in enumerate((four(fsdp=True), mixed, one(), *replicas), start=2):
         reader = checkpoints.CheckpointFileReader(tmp_path, Net(None).init)
         writer = checkpoints.CheckpointFileWriter(tmp_path, asynchronous=False)
         loop = make_loop(strategy, n_steps=n_steps, init=reader, callbacks=[writer])
@@ -299,7 +300,9 @@ def test_a_run_goes_on_under_another_strategy(tmp_path):
             jax.tree.map(np.testing.assert_array_equal, restored, saved)
         *_, last = loop
         saved = ff.gather(last.state.replace(key=0))
-    assert int(saved.step) == 5
+    assert int(saved.step) == 6
+    _, uninterrupted = loop_of(one(), n_steps=6)
+    assert_close(saved.params, ff.gather(uninterrupted.state.params), atol=1e-6)
 
 
 def test_a_restored_state_is_never_whole_on_a_device(tmp_path):
