@@ -188,6 +188,21 @@ def test_the_bias_of_a_single_layer_follows_the_model(tmp_path, truth):
         assert jax.tree.structure(restored.params) == jax.tree.structure(own["params"])
 
 
+def reverse_task(model, optimizer, vocab):
+    tokens = np.random.default_rng(0).integers(1, vocab, (256, 6)).astype(np.int32)
+    data = ff.ArrayStream((tokens, tokens[:, ::-1]), tokens[:, ::-1], batch_size=64)
+    return ff.TrainTask(model.apply, optimizer, "crossentropy", data)
+
+
+@pytest.mark.thorough  # `examples/07_import_t5.py` trains one, too, but with a fresh optimizer.
+def test_an_imported_model_is_trained_on_from_its_step(state, small_t5):
+    task = reverse_task(T5(**SMALL), optax.adafactor(0.03), SMALL["vocab"])
+    loop = ff.TrainLoop(restore_from_t5(state, small_t5), task, n_steps=1040, stdout=False)
+    losses = [checkpoint.loss for checkpoint in loop.run(40)]
+    assert loop.step == 1040
+    assert losses[-1] < losses[0]
+
+
 def model_of(name):
     """The model of a checkpoint that TensorFlow wrote."""
     options = FIRST | {"shared_bias": False} if name == "per_layer" else {}
@@ -216,9 +231,7 @@ def test_what_tensorflow_wrote_is_tuned_and_exported(written, name, tmp_path):
     model, optimizer = model_of(name), optax.adam(0.01)
     state = create(optimizer, variables(model))
     state = restore_from_t5(state, written / name, optimizer_state=False)
-    tokens = np.random.default_rng(0).integers(1, 64, (256, 6)).astype(np.int32)
-    data = ff.ArrayStream((tokens, tokens[:, ::-1]), tokens[:, ::-1], batch_size=64)
-    task = ff.TrainTask(model.apply, optimizer, "crossentropy", data)
+    task = reverse_task(model, optimizer, 64)
     *_, tuned = ff.TrainLoop(state, task, stdout=False).run(4)
     specs = (ff.export.InputSpec(("batch", "length"), "int32"),) * 2
     module = ff.export.from_state(tuned, model.apply, specs, trainable=True)

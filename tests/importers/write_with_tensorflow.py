@@ -76,6 +76,7 @@ def arrays(found, dtype, *, step=1000, slots=True, momentum=False):
 
 BFLOAT16 = ml_dtypes.bfloat16
 FLOATS = ("float16", "float32", "float64", BFLOAT16, "complex64", "complex128")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 CHECKPOINTS = {
     "small_t5": lambda: arrays(shapes(vocab=16, d_model=4, d_ff=8, d_kv=2), BFLOAT16),
     "bfloat16": lambda: arrays(shapes(), BFLOAT16),
@@ -93,7 +94,7 @@ CHECKPOINTS = {
     "dtypes": lambda: (
         {
             f"a_{np.dtype(kind).name}": np.arange(7).astype(kind).reshape(7, 1)
-            for kind in (*(f"{sign}{n}" for sign in "iu" for n in (1, 2, 4, 8)), *FLOATS, "bool")
+            for kind in (*FLOATS, *INTEGERS, "bool")
         }
         | {"scalar": np.float32(3), "empty": np.zeros((0, 4), np.float32)}
     ),

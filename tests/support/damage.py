@@ -19,9 +19,10 @@ def mutated(rng, content):
         content[:start] + content[stop:],
         content[:start] + rng.bytes(few - start) + content[few:],
         content[:start] + bytes(stop - start) + content[stop:],
+        content[:start] + b"\xff" * 8 + content[start + 8 :],
         content[:stop] + content[start:stop] + content[stop:],
         content[:start] + token + content[start:],
         content[:at] + token + content[at + 1 :],
         content[:at] + b"%d" % rng.integers(10) + content[at + 1 :],
         rng.bytes(few),
-    ][rng.integers(10)]
+    ][rng.integers(11)]
