@@ -17,7 +17,7 @@ class Observers:
     before_step: list[Observer] = dataclasses.field(default_factory=list)
     """Called with the step before each dispatch."""
     after_step: list[Observer] = dataclasses.field(default_factory=list)
-    """Called with the step after each dispatch."""
+    """Called with the step after each dispatch, of one step if `steps_per_call="auto"`."""
     after_dispatch: list[Observer] = dataclasses.field(default_factory=list)
     """Like `after_step`, but does not force dispatches of one step."""
     before_validation: list[Callable[[], None]] = dataclasses.field(default_factory=list)
