@@ -23,6 +23,9 @@ Rows = slice | np.ndarray
 class Column:
     """One array of a data set, in the width that JAX computes in."""
 
+    pick: Callable[[Rows], np.ndarray]
+    """Returns the rows of a slice (a view, if possible) or of an array of row numbers."""
+
     def __init__(self, leaf: ArrayLike):
         chosen = leaf.rows if isinstance(leaf, MappedRows) else None
         array = to_numpy(leaf.array if isinstance(leaf, MappedRows) else leaf)
@@ -40,17 +43,17 @@ class Column:
             self._array = narrow(array, self._dtype)
             self.pick = _picker(self._array)
 
-    pick: Callable[[Rows], np.ndarray]
-    """Returns the rows of a slice (a view, if possible) or of an array of row numbers."""
-
     def batches(self, first: int, last: int, size: int) -> Iterable[np.ndarray]:
-        """Returns the batches from `first` to `last`, of `size` rows, as read-only views."""
+        """Returns the batches from `first` to `last`, of `size` rows.
+
+        They are read-only views, unless the array is mapped from a file.
+        """
         if self._array is None:
             return (self.pick(slice(i * size, (i + 1) * size)) for i in range(first, last))
         views = self._array[first * size : last * size].view()
         views.flags.writeable = False
         # NumPy makes the views several times faster than slices one by one.
-        return views.reshape(-1, size, *views.shape[1:])
+        return views.reshape(last - first, size, *views.shape[1:])
 
 
 def _picker(array: np.ndarray) -> Callable[[Rows], np.ndarray]:

@@ -85,18 +85,28 @@ class Cursor:
             self._position = self.stream_position()
         return self.fetch(1, is_ahead=True)
 
-    def remaining(self) -> Iterator[PyTree]:
-        """Iterates over the other items of a single pass, without keeping positions."""
+    def remaining(self, *, as_views: bool) -> Iterator[PyTree]:
+        """Iterates over the other items of a single pass, without keeping positions.
+
+        Args:
+          as_views: whether full batches of an `ArrayStream` are read-only views, which need not be
+            copied if the pass ends before its caller can change the arrays.
+        """
         yield from (item for item, _ in self._fetched)
         self._fetched.clear()
         stream: Any = self.stream
-        if type(stream) is ArrayStream and not self.takes_rows:
-            # The pass ends before its caller can change the arrays: they need not be copied.
+        if as_views and type(stream) is ArrayStream and not self.takes_rows:
             stream = rest_of_pass(stream)
         advance = stream.next_rows if self.takes_rows else stream.__next__
-        with contextlib.suppress(StopIteration):
-            while not self._has_run_out:
-                yield advance()
+        while not self._has_run_out:
+            try:
+                item = advance()
+            except StopIteration:
+                self._has_run_out = True
+                break
+            if self._makes_arrays and not self.takes_rows:
+                _make_read_only(item)
+            yield item
 
     def stepped(self, n: int) -> None:
         """Commits the first `n` fetched items, after their step was dispatched."""

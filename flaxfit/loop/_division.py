@@ -29,6 +29,7 @@ from flaxfit.step import (
     pass_of,
     prove,
     reduces_over,
+    rows_alone,
     some_rows,
     states_of,
     try_doubled,
@@ -417,6 +418,10 @@ class Division(NamedTuple):
         # fixed key: equal for all seeds, but different for other batch sizes.
         if evaluation is not None and (proof.draws or self.is_noisy):
             second = self._prove(evaluation, state, batch, states)
+            if second.draws and not self.is_noisy:
+                # A state or a penalty drawn from a fixed key does not look random, either.
+                evaluation = rows_alone(evaluation)
+                second = self._prove(evaluation, state, batch, states)
         axes = None, 0, None, None
         programs = _Programs(
             made(run),
@@ -505,10 +510,7 @@ class Division(NamedTuple):
         steady, draws = (evaluation, draws) if proof.draws else (one, False)
         yield halves(one, state, batch, is_noisy=self.is_noisy, draws=proof.draws)
         if evaluation is not None:
-            found = halves(evaluation, state, batch, draws=programs.draws)
-            # Numbers drawn from a fixed key are equal for all seeds: they do not look random.
-            is_steady = self.is_noisy or not programs.draws
-            yield found if is_steady else found._replace(state="", penalty="")
+            yield halves(evaluation, state, batch, draws=programs.draws)
         if self.is_noisy:
             # Equal halves have the statistics of the whole batch, so that BatchNorm hides nothing.
             yield try_doubled(functools.partial(halves, one, state), batch, proof.draws)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
+from flaxfit.loop._assembly import Loaded
 from flaxfit.loop._division import MIXES, Division
 from flaxfit.loop._feed import Feed, feed_of_pass
 from flaxfit.loop._padding import PreparedBatch
@@ -77,7 +78,7 @@ class Predictor:
             shapes.
         """
         outputs = []
-        for _, rows in self._begin(state, data, strategy, n_steps)[1]:
+        for _, rows in self._begin(state, data, strategy, n_steps, as_views=True)[1]:
             outputs.append(rows)
             if watch is not None:
                 watch(len(outputs))
@@ -89,7 +90,8 @@ class Predictor:
         self, state: PyTree, data: Data, strategy: Strategy, *, n_steps: int | None = None
     ) -> Iterator[tuple[Batch, PyTree]]:
         """Iterates over batches and their outputs; the arguments are as in `__call__`."""
-        feed, results = self._begin(state, data, strategy, n_steps)
+        # No views: the user may write to the data between two batches.
+        feed, results = self._begin(state, data, strategy, n_steps, as_views=False)
 
         @debugging_explained()
         @without_mesh()
@@ -109,16 +111,21 @@ class Predictor:
         return normalize(item, is_whole=feed.is_whole)
 
     def _begin(
-        self, state: PyTree, data: Data, strategy: Strategy, n_steps: int | None
+        self, state: PyTree, data: Data, strategy: Strategy, n_steps: int | None, *, as_views: bool
     ) -> tuple[Feed, Iterator[tuple[PyTree, PyTree]]]:
         """Returns the feed of one pass, and an iterator over items and outputs."""
         task = self.task
         feed = feed_of_pass(data, n_steps, task, strategy, task.roles.inputs_of, endless=_ENDLESS)
         state = strategy.share(evaluated(state, task.rngs, f"Predictor(rngs={task.rngs})"))
-        return feed, self._results(feed, state, strategy, n_steps)
+        batches = itertools.islice(feed.batches(as_views=as_views), n_steps)
+        return feed, self._results(feed, batches, state, strategy)
 
     def _results(
-        self, feed: Feed, state: PyTree, strategy: Strategy, n_steps: int | None
+        self,
+        feed: Feed,
+        batches: Iterator[tuple[PyTree, Loaded]],
+        state: PyTree,
+        strategy: Strategy,
     ) -> Iterator[tuple[PyTree, PyTree]]:
         """Yields items and their outputs without padding; runs a few batches ahead."""
         first = feed.first()
@@ -135,7 +142,7 @@ class Predictor:
             rows = strategy.join(output)
             return item, rows if n_cut is None else feed.without_padding(rows, n_cut)
 
-        for number, (item, loaded) in enumerate(itertools.islice(feed, n_steps)):
+        for number, (item, loaded) in enumerate(batches):
             prepared, batch = loaded.prepared, loaded.prepared.batch
             if prepared is not latest:  # Batches with a cached plan share one object.
                 latest = prepared

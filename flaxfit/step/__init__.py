@@ -22,6 +22,7 @@ from flaxfit.step._passes import (
     pass_of,
     prove,
     reduces_over,
+    rows_alone,
     wave,
     with_tangents,
 )

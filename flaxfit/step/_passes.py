@@ -72,6 +72,11 @@ def pass_of(
     return run
 
 
+def rows_alone(run: Function) -> Function:
+    """Makes a pass without its state and penalty."""
+    return lambda *arguments: Pass(*run(*arguments)[:2])
+
+
 def by_output(outputs: tuple[PyTree, ...]) -> dict[str, PyTree]:
     """Returns the outputs of a model by owner, which names one of several."""
     leaves = jax.tree.leaves_with_path(outputs[0] if len(outputs) == 1 else outputs)

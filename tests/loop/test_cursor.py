@@ -79,8 +79,24 @@ def test_only_new_arrays_are_marked_as_ones_that_nobody_writes_to(shuffle):
     for data in (stream, ff.data.prefetch(stream)):
         ((batch, _),) = Cursor(data).fetch(1)
         assert batch.flags.writeable != shuffle  # Without it they are views of `x`.
-    ((batch, _),) = Cursor(ff.data.prefetch([(x[:4], x[4:8])])).fetch(1)
+    pairs = [(x[:4], x[4:8])] * 2
+    ((batch, _),) = Cursor(ff.data.prefetch(pairs)).fetch(1)
     assert not batch.flags.writeable and x.flags.writeable and next(stream)[0].flags.writeable
+    remaining = Cursor(ff.data.prefetch(pairs), is_trained_on=False).remaining(as_views=False)
+    assert [batch.flags.writeable for batch, _ in remaining] == [False, False]
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_a_pass_ends_after_all_batches_and_only_views_are_read_only(as_views):
+    x = np.arange(14, dtype=np.float32).reshape(7, 2)
+    pair = x, np.zeros((7, 0), np.float32)
+    cursor = Cursor(ff.ArrayStream(pair, batch_size=2, epochs=1), is_trained_on=False)
+    cursor.peek()
+    batches = [inputs for inputs, _ in cursor.remaining(as_views=as_views)]
+    np.testing.assert_array_equal(np.concatenate([batch for batch, _ in batches]), x)
+    assert [empty.shape for _, empty in batches] == [(2, 0)] * 3 + [(1, 0)]
+    assert [batch.flags.writeable for batch, _ in batches] == [True, *[not as_views] * 2, True]
+    assert [*cursor.remaining(as_views=as_views)] == []
 
 
 def test_a_source_may_write_again_to_what_was_read_ahead():

@@ -40,6 +40,21 @@ def test_outputs_come_in_order_and_without_padding(predict, data):
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(outputs))
 
 
+def test_data_may_be_written_to_between_the_batches_of_an_iteration():
+    # Of 64-byte alignment, which JAX reads in place.
+    x = np.frombuffer(bytearray(4 * 16 * 12 + 64), np.uint8)
+    x = x[-x.ctypes.data % 64 :][: 4 * 16 * 12].view(np.float32).reshape(24, 8)
+    x[:] = 1
+    means = []
+    for batch, outputs in Predictor(ff.EvalTask(scaled, [])).over(
+        STATE, ff.ArrayStream(x, batch_size=2), STRATEGY
+    ):
+        means.append(outputs["scaled"].mean())
+        batch.inputs[0][:] = 5
+        x[:] = 5
+    assert means[:2] == [3, 3] and {*means} == {3, 15} and sorted(means) == means
+
+
 def test_a_model_is_traced_once_for_batches_of_the_same_shape():
     traces = []
 
