@@ -14,8 +14,8 @@ from flaxfit.optim._freeze import mask, merge
 from flaxfit.state import TrainState
 from flaxfit.step._compare import weight_sums
 from flaxfit.step._gradient import (
+    ForwardArguments,
     Gradient,
-    Share,
     accumulated_gradient,
     count_parts,
     gradient,
@@ -47,7 +47,7 @@ class DividedBatch:
             if not self.loss_has_weights:
                 return weight_sums(self.task.loss, part)
             find = weight_of_loss if self.task.across is None else weight_of_whole_loss
-            return find(self._share(state, replica, part))
+            return find(self._arguments(state, replica, part))
 
         return self.replicas.sum(self.replicas.each(weight_of)(self.batch))
 
@@ -65,10 +65,10 @@ class DividedBatch:
         weight = jax.tree.map(lambda total: total / self.replicas.n, weights)
 
         def gradient_of(replica: ArrayLike, part: Batch) -> Gradient:
-            share = self._share(state, replica, self._without_idle_targets(part))
-            if (n_parts := count_parts(share)) == 1:
-                return gradient(share, weight)
-            return gradient_of_parts(share, weight, n_parts)
+            arguments = self._arguments(state, replica, self._without_idle_targets(part))
+            if (n_parts := count_parts(arguments)) == 1:
+                return gradient(arguments, weight)
+            return gradient_of_parts(arguments, weight, n_parts)
 
         return self.replicas.each(gradient_of)(self.batch)
 
@@ -78,14 +78,14 @@ class DividedBatch:
             return self._of_gradient(self.gradient(state, self.weights(state)))
 
         def loss_of(replica: ArrayLike, part: Batch) -> tuple[PyTree, PyTree]:
-            return loss_sums(self._share(state, replica, self._without_idle_targets(part)))
+            return loss_sums(self._arguments(state, replica, self._without_idle_targets(part)))
 
         sums, penalty = self.replicas.each(loss_of)(self.batch)
         return mean_of_sums(self.replicas.sum(sums), self.mean(penalty))
 
-    def _share(self, state: TrainState, replica: ArrayLike, part: Batch) -> Share:
+    def _arguments(self, state: TrainState, replica: ArrayLike, part: Batch) -> ForwardArguments:
         key = step_key(state.key, state.step, replica)
-        return Share(self.task, state, part, key, self.replicas)
+        return ForwardArguments(self.task, state, part, key, self.replicas)
 
     def _without_idle_targets(self, part: Batch) -> Batch:
         """Replaces the targets of weight 0, unless the loss compares the others with them."""

@@ -30,8 +30,8 @@ class Gradient(NamedTuple):
     """The next `DynamicScale` of the loss; `()` without loss scaling."""
 
 
-class Share(NamedTuple):
-    """The batch of a replica, or a part of it, and what its loss depends on."""
+class ForwardArguments(NamedTuple):
+    """The arguments of `forward`, in order, for the batch of a replica or for a part of it."""
 
     task: TrainTask
     state: TrainState
@@ -44,40 +44,40 @@ class Share(NamedTuple):
         return self.state.replace(params=merge(trained, self.state.params))
 
 
-def gradient(share: Share, weight: PyTree, n_parts: int = 1) -> Gradient:
+def gradient(arguments: ForwardArguments, weight: PyTree, n_parts: int = 1) -> Gradient:
     """Differentiates the loss of one part of a batch, `sum(w * loss) / weight + penalty / n_parts`.
 
     `weight` is the sum of weights of the whole batch, or sums by output, divided by the number of
     replicas.
     """
-    if (hook := share.task.example_grads_hook) is not None:
-        return _gradient_by_example(hook, share, weight)
-    trained, scale = trained_params(share)
+    if (hook := arguments.task.example_grads_hook) is not None:
+        return _gradient_by_example(hook, arguments, weight)
+    trained, scale = trained_params(arguments)
 
     def objective(trained: Params) -> tuple[jax.Array, tuple[ForwardPass, PyTree]]:
-        result = forward(*share._replace(state=share.at(trained)))
+        result = forward(*arguments._replace(state=arguments.at(trained)))
         penalty = 0 if result.penalty is None else result.penalty
-        mean = mean_loss(result, share.batch, weight, n_parts)
+        mean = mean_loss(result, arguments.batch, weight, n_parts)
         return mean + penalty / n_parts, (result, scale)
 
     grads, (result, next_scale) = grad_of(objective, scale)(trained)
     return Gradient(grads, result.sums, result.penalty, result.model_state, next_scale)
 
 
-def _gradient_by_example(hook: Function, share: Share, weight: PyTree) -> Gradient:
+def _gradient_by_example(hook: Function, arguments: ForwardArguments, weight: PyTree) -> Gradient:
     """Sums the gradients of single examples, each after a hook.
 
     Example i has the random key `fold_in(key, i)`.
     """
-    trained, _ = trained_params(share)
+    trained, _ = trained_params(arguments)
 
     def of_example(row: Batch, key: jax.Array) -> Gradient:
         alone = jax.tree.map(lambda x: x[None], row)
 
         def loss(trained: Params) -> tuple[jax.Array, tuple[ForwardPass, jax.Array]]:
-            result = forward(share.task, share.at(trained), alone, key)
-            _check_alone(result, share.state.model_state)
-            own = weight_sums(share.task.loss, alone)
+            result = forward(arguments.task, arguments.at(trained), alone, key)
+            _check_alone(result, arguments.state.model_state)
+            own = weight_sums(arguments.task.loss, alone)
             own = own if result.weights is None else sums_of_weights(result)
             if isinstance(own, Mapping):
                 raise ValueError(
@@ -95,9 +95,9 @@ def _gradient_by_example(hook: Function, share: Share, weight: PyTree) -> Gradie
         )
         return Gradient(grads, result.sums, None, result.model_state, ())
 
-    numbers = jnp.arange(n_examples(share.batch))
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(share.key, numbers)
-    found = jax.vmap(of_example)(share.batch, keys)
+    numbers = jnp.arange(n_examples(arguments.batch))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(arguments.key, numbers)
+    found = jax.vmap(of_example)(arguments.batch, keys)
     grads, sums = (jax.tree.map(lambda x: x.sum(0), each) for each in (found.grads, found.sums))
     model_state = jax.tree.map(lambda x: x[0], found.model_state)
     return Gradient(grads, sums, None, model_state, ())
@@ -139,9 +139,9 @@ def hooked(name: str, hook: Function, grads: Params, *more: PyTree) -> Params:
     return like(found, grads)
 
 
-def trained_params(share: Share) -> tuple[Params, PyTree]:
+def trained_params(arguments: ForwardArguments) -> tuple[Params, PyTree]:
     """Returns the trained parameters, and the `DynamicScale` of the loss or `()`."""
-    task, state, *_ = share
+    task, state, *_ = arguments
     scale: PyTree = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
     trained = mask(state.params, task.freeze)
     whole = [
@@ -186,7 +186,7 @@ def mean_loss(result: ForwardPass, batch: Batch, weight: PyTree, n_parts: int = 
     return _divided(loss[0], weight * (result.values.size // weights_of(batch).size))
 
 
-def accumulated_gradient(share: Share, weight: PyTree, n: int) -> Gradient:
+def accumulated_gradient(arguments: ForwardArguments, weight: PyTree, n: int) -> Gradient:
     """Sums the gradients of `n` parts of a batch, computed one after the other.
 
     Only the activations of one part are in memory. Part i has the random key `fold_in(key, i)`, and
@@ -194,53 +194,57 @@ def accumulated_gradient(share: Share, weight: PyTree, n: int) -> Gradient:
     """
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        found = gradient(_part_of(share, model_state, part, key), weight, n)
+        found = gradient(_part_of(arguments, model_state, part, key), weight, n)
         return found.model_state, (found.grads, found.sums, found.penalty), found.scale
 
-    parts = in_parts(share.batch, n)
-    model_state, total, scales = over_parts(of_part, share.state.model_state, parts, share.key)
+    parts = in_parts(arguments.batch, n)
+    model_state, total, scales = over_parts(
+        of_part, arguments.state.model_state, parts, arguments.key
+    )
     grads, sums, penalty = total
     # All parts start from the same scale; a part that overflows lowers it.
     scale = jax.tree.map(lambda x: x.min(0), scales)
     return Gradient(grads, sums, None if penalty is None else penalty / n, model_state, scale)
 
 
-def _part_of(share: Share, model_state: PyTree, batch: Batch, key: jax.Array) -> Share:
-    state = share.state.replace(model_state=model_state)
-    return share._replace(state=state, batch=batch, key=key)
+def _part_of(
+    arguments: ForwardArguments, model_state: PyTree, batch: Batch, key: jax.Array
+) -> ForwardArguments:
+    state = arguments.state.replace(model_state=model_state)
+    return arguments._replace(state=state, batch=batch, key=key)
 
 
-def weight_of_loss(share: Share) -> PyTree:
+def weight_of_loss(arguments: ForwardArguments) -> PyTree:
     """Returns the sum of loss weights times batch weights, or sums by output.
 
     The gradient is divided by it, so it needs a forward pass of its own; the compiler removes all
     operations of this pass that the weights do not depend on.
     """
-    return _forward_sums(lambda result, n_parts: sums_of_weights(result), share)
+    return _forward_sums(lambda result, n_parts: sums_of_weights(result), arguments)
 
 
-def loss_sums(share: Share) -> tuple[PyTree, jax.Array | None]:
+def loss_sums(arguments: ForwardArguments) -> tuple[PyTree, jax.Array | None]:
     """Returns the sums of the loss and the penalty, as in `gradient`, by a forward pass alone."""
 
     def loss_of(result: ForwardPass, n_parts: int) -> tuple[PyTree, jax.Array | None]:
         penalty = None if result.penalty is None else result.penalty / n_parts
         return result.sums["loss"], penalty
 
-    return _forward_sums(loss_of, share)
+    return _forward_sums(loss_of, arguments)
 
 
-def _forward_sums(added: Function, share: Share) -> PyTree:
+def _forward_sums(added: Function, arguments: ForwardArguments) -> PyTree:
     """Sums `added(forward pass, n_parts)` over the parts of a batch."""
-    n = count_parts(share)
+    n = count_parts(arguments)
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        result = forward(*_part_of(share, model_state, part, key))
+        result = forward(*_part_of(arguments, model_state, part, key))
         return result.model_state, added(result, n), ()
 
-    model_state, key = share.state.model_state, share.key
+    model_state, key = arguments.state.model_state, arguments.key
     if n == 1:
-        return of_part(model_state, share.batch, key)[1]
-    return over_parts(of_part, model_state, in_parts(share.batch, n), key)[1]
+        return of_part(model_state, arguments.batch, key)[1]
+    return over_parts(of_part, model_state, in_parts(arguments.batch, n), key)[1]
 
 
 def sums_of_weights(result: ForwardPass) -> PyTree:
@@ -292,9 +296,9 @@ def over_parts(
     return model_state, total, listed
 
 
-def count_parts(share: Share) -> int:
+def count_parts(arguments: ForwardArguments) -> int:
     """Returns the largest divisor of the number of examples that is at most `accumulate`."""
-    n, wanted = n_examples(share.batch), share.task.accumulate
+    n, wanted = n_examples(arguments.batch), arguments.task.accumulate
     return next(parts for parts in range(min(wanted, n), 0, -1) if n % parts == 0)
 
 

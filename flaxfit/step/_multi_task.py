@@ -189,9 +189,10 @@ def _check(tasks: dict[str, TrainTask], weights: Mapping[str, float] | None) -> 
     optimizer = next(iter(tasks.values())).optimizer
     wrapped = [name for name, task in tasks.items() if hasattr(task.optimizer, "user")]
     if wrapped or any(task.optimizer is not optimizer for task in tasks.values()):
-        what = "The tasks have different optimizers"
         if wrapped:
             what = f"Options of the task {wrapped[0]!r} change its optimizer"
+        else:
+            what = "The tasks have different optimizers"
         raise ValueError(
             f"{what}, but all tasks share one state: give them the same optimizer, without freeze, "
             "clip_norm, ema, skip_above or float16 (optax.chain and MultiOptimizer clip and freeze "

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flaxfit.data._batch import Batch
 from flaxfit.step._compare import ForwardPass, compare
 from flaxfit.step._gradient import (
+    ForwardArguments,
     Gradient,
-    Share,
     count_parts,
     grad_of,
     in_parts,
@@ -36,23 +36,23 @@ from flaxfit.task import in_float32
 from flaxfit.tree import Params, PyTree
 
 
-def whole_batch_gradient(share: Share, weight: PyTree, n: int) -> Gradient:
+def whole_batch_gradient(arguments: ForwardArguments, weight: PyTree, n: int) -> Gradient:
     """Computes the gradient of a loss of all outputs; see `accumulated_gradient`.
 
     Memory holds the activations of one part, and the outputs of all parts.
     """
-    task, state, batch, key, _ = share
-    trained, scale = trained_params(share)
+    task, state, batch, key, _ = arguments
+    trained, scale = trained_params(arguments)
     parts = in_parts(batch, n)
-    outputs, model_state = _outputs_of(share, parts)
-    has_rows = _which_have_rows(share)
-    slopes, result = _slopes(share, outputs, weight, has_rows)
+    outputs, model_state = _outputs_of(arguments, parts)
+    has_rows = _which_have_rows(arguments)
+    slopes, result = _slopes(arguments, outputs, weight, has_rows)
 
     def of_part(model_state: PyTree, given: Any, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         part, slope = given
 
         def objective(trained: Params) -> tuple[jax.Array, PyTree]:
-            params, rngs = share.at(trained).params, rngs_of(task.rngs, key)
+            params, rngs = arguments.at(trained).params, rngs_of(task.rngs, key)
             found, updates = apply_model(task, params, model_state, part, rngs)
             floats = _floats(in_float32(as_outputs(found)))
             # The gradient of <outputs, dL/d(outputs)> is that of L, by the chain rule.
@@ -72,36 +72,40 @@ def whole_batch_gradient(share: Share, weight: PyTree, n: int) -> Gradient:
     return Gradient(grads, result.sums, penalty, model_state, scale)
 
 
-def weight_of_whole_loss(share: Share) -> PyTree:
-    """As `weight_of_loss`, for a loss of all outputs."""
-    n = count_parts(share)
+def weight_of_whole_loss(arguments: ForwardArguments) -> PyTree:
+    """Like `weight_of_loss`, for a loss of all outputs."""
+    n = count_parts(arguments)
     if n == 1:
-        return weight_of_loss(share)
-    has_rows = _which_have_rows(share)
-    outputs = _joined(_outputs_of(share, in_parts(share.batch, n))[0], has_rows)
-    return sums_of_weights(_compared(share, outputs, has_rows))
+        return weight_of_loss(arguments)
+    has_rows = _which_have_rows(arguments)
+    outputs = _joined(_outputs_of(arguments, in_parts(arguments.batch, n))[0], has_rows)
+    return sums_of_weights(_compared(arguments, outputs, has_rows))
 
 
-def _compared(share: Share, outputs: tuple[PyTree, ...], has_rows: PyTree) -> ForwardPass:
+def _compared(
+    arguments: ForwardArguments, outputs: tuple[PyTree, ...], has_rows: PyTree
+) -> ForwardPass:
     """Applies the loss to the outputs of the whole batch."""
-    return compare(share.task, outputs, share.batch, share.replicas, rows_of=lambda: has_rows)
+    return compare(
+        arguments.task, outputs, arguments.batch, arguments.replicas, rows_of=lambda: has_rows
+    )
 
 
-def _outputs_of(share: Share, parts: Batch) -> tuple[tuple[PyTree, ...], PyTree]:
+def _outputs_of(arguments: ForwardArguments, parts: Batch) -> tuple[tuple[PyTree, ...], PyTree]:
     """Returns the outputs of all parts, stacked, and the last model state."""
-    task, state, *_ = share
+    task, state, *_ = arguments
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         rngs = rngs_of(task.rngs, key)
         outputs, updates = apply_model(task, state.params, model_state, part, rngs)
         return updated_state(model_state, updates), (), in_float32(as_outputs(outputs))
 
-    model_state, _, outputs = over_parts(of_part, state.model_state, parts, share.key)
+    model_state, _, outputs = over_parts(of_part, state.model_state, parts, arguments.key)
     return outputs, model_state
 
 
 def _slopes(
-    share: Share, outputs: tuple[PyTree, ...], weight: PyTree, has_rows: PyTree
+    arguments: ForwardArguments, outputs: tuple[PyTree, ...], weight: PyTree, has_rows: PyTree
 ) -> tuple[list[jax.Array], ForwardPass]:
     """Returns the derivatives of the loss by the stacked outputs, and its forward pass."""
     leaves, structure = jax.tree.flatten(outputs)
@@ -109,16 +113,16 @@ def _slopes(
     def loss(floats: list[jax.Array]) -> tuple[jax.Array, ForwardPass]:
         left = iter(floats)
         merged = structure.unflatten([next(left) if _is_float(x) else x for x in leaves])
-        result = _compared(share, _joined(merged, has_rows), has_rows)
+        result = _compared(arguments, _joined(merged, has_rows), has_rows)
         penalty = 0 if result.penalty is None else result.penalty
-        return mean_loss(result, share.batch, weight) + penalty, result
+        return mean_loss(result, arguments.batch, weight) + penalty, result
 
     return jax.grad(loss, has_aux=True)(_floats(outputs))
 
 
-def _which_have_rows(share: Share) -> tuple[PyTree, ...]:
+def _which_have_rows(arguments: ForwardArguments) -> tuple[PyTree, ...]:
     """Returns a mask of the model's outputs with an axis of examples."""
-    task, state, batch, key, _ = share
+    task, state, batch, key, _ = arguments
 
     def outputs_of(batch: Batch) -> PyTree:
         rngs = rngs_of(task.rngs, key)

@@ -12,7 +12,7 @@ from loops import assert_close, assert_equal, init_of
 from marks import diagonal, thorough
 
 import flaxfit as ff
-from flaxfit.step._gradient import Share, count_parts
+from flaxfit.step._gradient import ForwardArguments, count_parts
 
 rng = np.random.default_rng(2)
 X = rng.normal(size=(48, 5)).astype(np.float32)
@@ -46,9 +46,9 @@ def train(n_steps=4, n_devices=1, batch_size=12, norm=False, apply=None, of_loop
 
 def test_parts_are_as_many_as_divide():
     task = ff.TrainTask(MLP().apply, optax.sgd(0.1), "mse", accumulate=4)
-    sizes, one = (1, 2, 3, 4, 5, 6, 8, 9), Share(task, *[None] * 4)
-    shares = [one._replace(batch=ff.Batch((X[:n],))) for n in sizes]
-    assert [count_parts(share) for share in shares] == [1, 2, 3, 4, 1, 3, 4, 3]
+    sizes, one = (1, 2, 3, 4, 5, 6, 8, 9), ForwardArguments(task, *[None] * 4)
+    several = [one._replace(batch=ff.Batch((X[:n],))) for n in sizes]
+    assert [count_parts(arguments) for arguments in several] == [1, 2, 3, 4, 1, 3, 4, 3]
 
 
 def test_microbatches_that_cannot_be_padded_must_divide():
