@@ -162,10 +162,12 @@ class TensorBoardLogger:
 
     def _write(self, checkpoint: Checkpoint) -> None:
         step = checkpoint.step
-        train, tested = checkpoint.scalars, {}
-        for name in checkpoint.scalars:
+        train, tested = {}, {}
+        for name, value in checkpoint.scalars.items():
             if self._main and name.startswith("val_"):  # Validation has its own folder.
-                tested[name.removeprefix("val_")] = train.pop(name)
+                tested[name.removeprefix("val_")] = value
+            else:
+                train[name] = value
         self._begin(step, is_tested=bool(tested))
         self._step = step
         if tested:

@@ -70,7 +70,7 @@ class Timer:
         return {**self._used_at(self._step), "endings": self.endings}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Has the budget that was used before a resume count; call it after `attach`."""
+        """Counts the budget that was used before a resume; call it after `attach`."""
         self._began = {name: now - state[name] for name, now in self._now(self._step).items()}
 
     @property

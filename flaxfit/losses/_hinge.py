@@ -17,6 +17,9 @@ def hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
       scores: outputs of any shape.
       labels: -1 or 1, of the same shape.
 
+    Raises:
+      ValueError: the shapes differ.
+
     >>> import numpy as np
     >>> hinge(np.array([0.5, 5.0]), np.array([-1, 1]))
     Array([1.5, 0. ], dtype=float32)
@@ -33,6 +36,9 @@ def squared_hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
     Args:
       scores: outputs of any shape.
       labels: -1 or 1, of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> squared_hinge(np.array([0.5, 5.0]), np.array([-1, 1]))

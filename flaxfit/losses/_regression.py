@@ -1,4 +1,4 @@
-"""Losses for regression and for vectors; targets have the shape of the outputs."""
+"""Losses for regression and for vectors."""
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,13 @@ from flaxfit.tree import ArrayLike, by_row
 def mse(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Computes the elementwise squared error, `(outputs - targets)**2`.
 
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
+
     >>> import numpy as np
     >>> mse(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
     Array([0., 4.], dtype=float32)
@@ -26,6 +33,13 @@ def mse(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
 def mae(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Computes the elementwise absolute error, `|outputs - targets|`.
 
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
+
     >>> import numpy as np
     >>> mae(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
     Array([0., 2.], dtype=float32)
@@ -38,6 +52,13 @@ def mae(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
 @by_row
 def mape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Computes the elementwise absolute percentage error, `100 |o - t| / max(|t|, 1e-7)`.
+
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> mape(np.array([1.0, 5.0]), np.array([1.0, 4.0]))
@@ -55,6 +76,13 @@ def smape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
 
     It is 0 if both are 0.
 
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
+
     >>> import numpy as np
     >>> smape(np.array([1.0, 5.0, 0.0]), np.array([1.0, 3.0, 0.0]))
     Array([ 0., 50.,  0.], dtype=float32)
@@ -70,6 +98,13 @@ def msle(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Computes the elementwise squared logarithmic error, `(log(1 + o) - log(1 + t))**2`.
 
     As in Keras, values below 1e-7, negative ones included, count as 1e-7.
+
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> values = msle(np.array([0.0, 5.0]), np.array([0.0, 2.0]))
@@ -92,6 +127,9 @@ def poisson(rates: ArrayLike, counts: ArrayLike) -> jax.Array:
       rates: outputs of any shape. They are positive, for example from `jax.nn.softplus`, and are
         not logarithms.
       counts: targets of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> poisson(np.array([1.0, 2.0]), np.array([3.0, 0.0])).round(3)
@@ -116,7 +154,7 @@ def huber(outputs: ArrayLike, targets: ArrayLike, *, delta: float = 1.0) -> jax.
       delta: the error at which the loss becomes linear, in the unit of the targets.
 
     Raises:
-      ValueError: `delta` is not positive.
+      ValueError: the shapes differ, or `delta` is not positive.
 
     >>> import numpy as np
     >>> huber(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
@@ -132,6 +170,13 @@ def huber(outputs: ArrayLike, targets: ArrayLike, *, delta: float = 1.0) -> jax.
 @by_row
 def log_cosh(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Computes the elementwise log-cosh loss, `log(cosh(outputs - targets))`.
+
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> log_cosh(np.array([1.0, 5.0]), np.array([1.0, 3.0])).round(3)
@@ -149,6 +194,9 @@ def cosine_distance(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1) -
       outputs: vectors, `(batch, ..., features)`.
       targets: vectors of the same shape.
       axis: the axis of the features, which the values do not have.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> cosine_distance(np.array([[0.0, 1.0]]), np.array([[2.0, 0.0]]))
@@ -168,6 +216,9 @@ def cosine_similarity(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1)
       outputs: vectors, `(batch, ..., features)`.
       targets: vectors of the same shape.
       axis: the axis of the features, which the values do not have.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> cosine_similarity(np.array([[0.0, 1.0]]), np.array([[0.0, 2.0]]))

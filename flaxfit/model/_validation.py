@@ -92,7 +92,7 @@ class Validation:
 
 
 class GeneratorValidation(Validation):
-    """As `Validation`, on the next `n_steps` batches of a generator at each measurement."""
+    """Like `Validation`, on the next `n_steps` batches of a generator at each measurement."""
 
     _n_read = 0
 
