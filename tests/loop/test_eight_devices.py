@@ -8,6 +8,8 @@ import pytest
 from marks import thorough
 
 TESTS = Path(__file__).parents[1]
+# With eight devices and `accumulate=4`, a part has one row: too few for BatchNorm and for pairs.
+SINGLE = "not BatchNorm and not (pairs and 4-rest)"
 PATTERNS = {
     "tree/test_digest.py": "shard",
     "importers/test_placement.py": "",
@@ -15,13 +17,13 @@ PATTERNS = {
     "loop/test_predictor.py": "any_number and [8]",
     "loop/test_train_loop_exactness.py": "every_step and [8-",
     "strategies/test_sharded.py": "fifty_steps or any_number or each_device or born",
-    "test_strategy_invariance.py": "one and rest and (shard_map or FSDP-4) and not BatchNorm",
+    "test_strategy_invariance.py": f"one and rest and (shard_map or FSDP-4) and {SINGLE}",
 }
 USUAL = PATTERNS | {
     "tree/test_digest.py": "does_not_depend_on_the_sharding",
     "loop/test_eval_loop.py": "any_number and numbers-8-",
     "strategies/test_sharded.py": "fifty_steps or any_number or each_device",
-    "test_strategy_invariance.py": "numbers_of_one and shard_map and not BatchNorm",
+    "test_strategy_invariance.py": f"numbers_of_one and shard_map and {SINGLE}",
 }
 
 
