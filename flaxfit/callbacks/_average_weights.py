@@ -100,6 +100,7 @@ class AverageWeights:
         loop.restore(loop.state.replace(**mean))
 
     def get_state(self) -> dict[str, PyTree]:
+        """Returns what a resumed run needs: JSON, and the mean as fields of a state."""
         return {**self._mean, "n_averaged": self.n_averaged, "n_seen": self._n_seen}
 
     def set_state(self, state: Mapping[str, Json]) -> None:

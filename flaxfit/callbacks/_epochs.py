@@ -40,6 +40,7 @@ class Epochs:
             self._on_begin(self.number)
 
     def get_state(self) -> dict[str, Json]:
+        """Returns what a resumed run needs."""
         return {"n_begun": self._n_begun, "begun_at": self._begun_at}
 
     def set_state(self, state: Mapping[str, Json]) -> None:

@@ -45,6 +45,7 @@ class EventFile:
         self._file.flush()
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
     def _write(self, **fields: object) -> None:

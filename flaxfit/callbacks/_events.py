@@ -100,6 +100,7 @@ class Events:
         """The number of steps before the current epoch."""
 
     def attach(self, loop: TrainLoop) -> None:
+        """Begins training."""
         self._loop, self._first_step = loop, loop.step
         begins, ends = map(self._functions.get, ("on_train_batch_begin", "on_train_batch_end"))
         if (begins or ends) and loop.steps_per_call > 1:
@@ -116,6 +117,7 @@ class Events:
         self._open()
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Returns the checkpoint unchanged."""
         self._logs = {name: float(value) for name, value in checkpoint.scalars.items()}
         tested = {
             name.removeprefix("val_"): value
@@ -145,6 +147,7 @@ class Events:
             self.notify("on_train_end", dict(self._logs))
 
     def get_state(self) -> dict[str, Json]:
+        """Returns what a resumed run needs: the count of epochs."""
         return self._epochs.get_state()
 
     def set_state(self, state: Mapping[str, Json]) -> None:

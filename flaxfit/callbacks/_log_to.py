@@ -71,6 +71,7 @@ class LogTo:
         return checkpoint
 
     def close(self) -> None:
+        """Closes the logger."""
         self._attempt(self._logger.close)
 
 

@@ -33,6 +33,7 @@ class _RowLogger(ABC):
         self._attempt = Attempt(type(self).__name__, OSError)
 
     def attach(self, loop: TrainLoop) -> None:
+        """Begins a run, and counts its epochs."""
         self.close()
         self._is_begun = False
         self._epochs.attach(loop)
@@ -56,6 +57,7 @@ class _RowLogger(ABC):
         return checkpoint
 
     def get_state(self) -> dict[str, Json]:
+        """Returns what a resumed run needs: the count of its epochs."""
         return self._epochs.get_state()
 
     def set_state(self, state: Mapping[str, Json]) -> None:

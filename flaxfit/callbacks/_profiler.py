@@ -39,6 +39,7 @@ class Profiler:
         self._is_tracing = False
 
     def attach(self, loop: TrainLoop) -> None:
+        """Starts to watch the steps of a loop."""
         loop.on.after_dispatch.append(functools.partial(self._watch, loop))
         self._watch(loop, loop.step)
 

@@ -200,6 +200,7 @@ class EarlyStopping:
             self.endings.append(f"restored the weights of {best}")
 
     def get_state(self) -> dict[str, PyTree]:
+        """Returns what a resumed run needs: JSON, and the best weights as fields of a state."""
         return {
             **self._best_weights,
             "best_value": self.best_value,

@@ -90,6 +90,7 @@ class Throughput:
         self._utilisation = "mfu"
 
     def attach(self, loop: TrainLoop) -> None:
+        """Resets it for a loop."""
         self._loop = loop
         self._flops, self._utilisation = self._given_flops, "mfu"
 

@@ -46,6 +46,7 @@ class Timer:
         """The time and the step at which nothing was used."""
 
     def attach(self, loop: TrainLoop) -> None:
+        """Starts to count."""
         self._loop = loop
         self._began = self._now(loop.step)
         by_step = self._budget["n_steps"] is not None

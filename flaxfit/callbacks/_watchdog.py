@@ -45,6 +45,7 @@ class Watchdog:
         self._ended: threading.Event | None = None
 
     def attach(self, loop: TrainLoop) -> None:
+        """Starts to watch a loop."""
         self.close()
         self._loop = weakref.ref(loop)
         self._watch(self._loop)
@@ -63,6 +64,7 @@ class Watchdog:
         ).start()
 
     def close(self) -> None:
+        """Stops watching."""
         if self._ended is not None:
             self._ended.set()
             self._ended = None

@@ -19,6 +19,13 @@ class StepName:
     >>> name = StepName("{epoch:02d}-{loss:.2f}")
     >>> name(Checkpoint(step=120, state=None, metrics={"loss": 0.251}, epoch=2))
     '120@03-0.25'
+
+    Args:
+      template: its fields are "step", "epoch" (from 1) and metrics; None: the number alone.
+
+    Raises:
+      ValueError: the template has a field without a name, a format that numbers do not have, or
+        a part of a path.
     """
 
     def __init__(self, template: str | None):

@@ -209,7 +209,8 @@ class EvalLoop:
         leaves = layout.flatten(state)
         self._companions.refresh()
         companions, latest, update = self._companions.arguments, None, None
-        for n, (_, loaded) in enumerate(itertools.islice(feed, n_steps), 1):
+        batches = itertools.islice(feed.batches(as_views=True), n_steps)
+        for n, (_, loaded) in enumerate(batches, 1):
             prepared = loaded.prepared
             if prepared is not latest:  # Batches with a cached plan share one object.
                 latest = prepared

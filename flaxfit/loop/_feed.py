@@ -132,12 +132,11 @@ class Feed:
 
     # Batches of the stream.
 
-    def __iter__(self) -> Iterator[tuple[PyTree, Loaded]]:
-        """Iterates over the items of one pass, each with its batch on the devices."""
-        return self.batches(as_views=True)
-
     def batches(self, *, as_views: bool) -> Iterator[tuple[PyTree, Loaded]]:
-        """As iteration; `as_views` is that of `Cursor.remaining`."""
+        """Iterates over the items of one pass, each with its batch on the devices.
+
+        `as_views` is that of `Cursor.remaining`.
+        """
         form = NO_ROLES if self.cursor.takes_rows else self._form
         for item in self.cursor.remaining(as_views=as_views):
             yield item, self._assemble.one(form(item), self._prepare)

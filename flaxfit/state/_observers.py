@@ -10,7 +10,13 @@ Observer = Callable[[int], None]
 
 @dataclasses.dataclass
 class Observers:
-    """Functions that a loop calls between two dispatches; they must not read the device."""
+    """Functions that a loop calls between two dispatches; they must not read the device.
+
+    >>> observers = Observers()
+    >>> observers.after_step.append(print)
+    >>> len(observers.after_step)
+    1
+    """
 
     before_span: list[Observer] = dataclasses.field(default_factory=list)
     """Called with the step before the first step after each checkpoint."""

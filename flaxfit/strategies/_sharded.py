@@ -32,8 +32,13 @@ class Sharded:
 
     A step sees the whole batch: losses, BatchNorm and random streams are as on one device.
 
-    >>> Sharded({"data": 2, "model": 2}, fsdp=True)
+    >>> strategy = Sharded({"data": 2, "model": 2}, fsdp=True)
+    >>> strategy
     Sharded(data=2, model=2, fsdp='data')
+    >>> from flaxfit import InferenceState
+    >>> state = InferenceState(0, {"w": jax.ShapeDtypeStruct((512, 64), "float32")}, {})
+    >>> strategy.describe(state).arrays["params/w"].spec == PartitionSpec("data", None)
+    True
 
     Args:
       mesh_shape: axis names and their sizes, one of which may be -1 (the remaining devices);
