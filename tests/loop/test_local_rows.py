@@ -39,7 +39,7 @@ def test_a_single_process_computes_with_every_row():
     feed = feed_of(stream, strategy)
     feed.begin(*feed.first())
     feed.decide("")
-    loaded = [each for _, each in feed]
+    loaded = [each for _, each in feed.batches(as_views=True)]
     np.testing.assert_array_equal([batch_of(each).inputs[0] for each in loaded], X.reshape(2, 4))
     assert not feed.is_process_local and feed.batch_size == 4
 
