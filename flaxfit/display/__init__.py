@@ -1,7 +1,7 @@
 """Numbers, lines, charts and HTML for terminals and notebooks, and how lines are written."""
 
 from flaxfit.display import _html as html
-from flaxfit.display._chart import pyplot, sparkline, svg_chart
+from flaxfit.display._chart import sparkline, svg_chart
 from flaxfit.display._html import arrays, card, n_numbers, table
 from flaxfit.display._lines import (
     WIDTH,
@@ -14,6 +14,7 @@ from flaxfit.display._lines import (
     start_lines,
 )
 from flaxfit.display._numbers import count, duration, is_scalar, number, plural, rate, size
+from flaxfit.display._pyplot import pyplot
 from flaxfit.display._streams import (
     columns,
     has_colour,

@@ -1,9 +1,8 @@
-"""Charts of series of numbers: a line of block characters, an SVG picture, Matplotlib."""
+"""Small charts of series of numbers: a line of block characters, an SVG picture."""
 
 import html
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # Each has a contrast of at least 3:1 on white pages and on black pages.
@@ -65,16 +64,6 @@ def svg_chart(
             )
     parts.append(f'<text x="{right}" y="12" text-anchor="end">{"".join(names)}</text>')
     return "".join(parts) + "</svg>"
-
-
-def pyplot(otherwise: str = "") -> Any:
-    """Imports `matplotlib.pyplot`; the error if it is missing ends with `otherwise`."""
-    try:
-        from matplotlib import pyplot as module
-    except ImportError as error:
-        message = 'plot needs matplotlib: pip install "flaxfit[plot]"'
-        raise ImportError(" ".join(filter(None, (message, otherwise)))) from error
-    return module
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float]:

@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from flaxfit import modules
 from flaxfit.data import ArrayStream, as_stream
 from flaxfit.data._batch import normalize
@@ -13,13 +11,11 @@ from flaxfit.data._libraries import is_hugging_face, regular_size
 from flaxfit.display import count, html, short_errors
 from flaxfit.loop import TrainLoop
 from flaxfit.model._evaluation import Evaluation
+from flaxfit.model._find_batch_size import find_batch_size
 from flaxfit.model._find_lr import LearningRateRange, check_range, find_lr
 from flaxfit.step import cost_of
 from flaxfit.task import describe_loss
 from flaxfit.tree import Data, PyTree, shapes_of
-
-_USABLE = 0.9
-"""The usable fraction of device memory; the rest is for prefetched batches and fragmentation."""
 
 
 class Examination(Evaluation):
@@ -133,7 +129,7 @@ class Examination(Evaluation):
         data, _ = self._prepared(x, y, sample_weight)
         size = self.strategy.n_devices if isinstance(data, tuple) else None
         with self._trial("find_batch_size", data, size) as loop:
-            return _largest_batch(loop, limit, largest)
+            return find_batch_size(loop, limit=limit, largest=largest)
 
     @contextlib.contextmanager
     def _trial(self, owner: str, data: Data, batch_size: int | None) -> Iterator[TrainLoop]:
@@ -184,30 +180,3 @@ class Examination(Evaluation):
             devices=self.strategy.devices,
             history=self.history,
         )
-
-
-def _largest_batch(loop: TrainLoop, limit: float | None, largest: int) -> int:
-    """Compiles steps, doubling the batch size until one exceeds the limit; runs none."""
-    limit = _memory_of_a_device() if limit is None else limit
-    n = loop.strategy.n_devices * loop.task.accumulate
-    needed = loop.step_memory(n)
-    if needed > limit:
-        raise ValueError(
-            f"Not even a step of {n} examples fits: it needs {needed / 1e9:.3g} GB on each device, "
-            f"the limit is {limit / 1e9:.3g} GB. Lower the precision (precision='bfloat16'), split "
-            "the state (strategy=Sharded.fsdp()), or make the model smaller."
-        )
-    while 2 * n <= largest and loop.step_memory(2 * n) <= limit:
-        n *= 2
-    return n
-
-
-def _memory_of_a_device() -> float:
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    known = [each["bytes_limit"] for each in stats if each.get("bytes_limit")]
-    if not known:
-        raise ValueError(
-            f"The backend {jax.default_backend()!r} does not report how much memory a device has: "
-            "pass limit=, in bytes."
-        )
-    return _USABLE * min(known)

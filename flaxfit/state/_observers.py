@@ -1,9 +1,7 @@
-"""Observers: functions that a loop calls while it trains; FitCall: the `fit` that drives it."""
+"""Observers: functions that a loop calls while it trains, besides its callbacks."""
 
 import dataclasses
 from collections.abc import Callable
-
-from flaxfit.tree import ApplyFn
 
 Observer = Callable[[int], None]
 
@@ -28,17 +26,3 @@ class Observers:
     """Like `after_step`, but does not force dispatches of one step."""
     before_validation: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     """Called without arguments before each validation."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FitCall:
-    """A call of `fit`, which counts epochs."""
-
-    first_epoch: int
-    """The index of the first epoch, from 0."""
-    epoch: Callable[[], int]
-    """Returns the index of the current epoch."""
-    n_steps: int | None
-    """The steps of the call, including those before a resume; None: unknown."""
-    eval_apply: Callable[[], ApplyFn]
-    """Returns the model in evaluation mode."""

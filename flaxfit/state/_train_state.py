@@ -1,7 +1,6 @@
 """TrainState: everything that a training step reads and writes, as data."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from flaxfit.optim._hyperparams import group_named
 from flaxfit.state import _logical_axes
 from flaxfit.state._inference_state import InferenceState, State
 from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
-from flaxfit.tree import ArrayLike, Json, OptState, PyTree, Transformation, is_key, without_mesh
+from flaxfit.tree import ArrayLike, OptState, PyTree, Transformation, is_key, without_mesh
 
 
 class TrainState(State, repr=False):
@@ -176,10 +175,3 @@ def at_start(
         axes=with_optimizer(axes, fields["params"], opt_state),
         **fields,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class TemplateOf:
-    """Makes the template of a checkpoint, where that depends on its `running` record."""
-
-    make: Callable[[Json], TrainState]

@@ -1,59 +1,22 @@
 """The compiled update: one or several steps in one program, with sums added to totals."""
 
-from collections.abc import Container, Mapping
-
 import jax
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch
 from flaxfit.data._sample_weights import times
-from flaxfit.state import TrainState
 from flaxfit.step import _metric_totals
+from flaxfit.step._custom_step import make_own_step
 from flaxfit.step._train_step import make_train_step
 from flaxfit.task import TrainTask
-from flaxfit.tree import Function, PyTree, Sums
+from flaxfit.tree import Function, PyTree
 
 
 def make_step(task: TrainTask, **options: PyTree) -> Function:
     """Makes the step of a task, or wraps its custom step: `(state, batch) -> (state, sums)`."""
     if task.step is None:
         return make_train_step(task, **options)
-    return _own_step(task.step, task.metrics)
-
-
-def _own_step(step: Function, metrics: Container[str]) -> Function:
-    """Wraps a user's step as `(state, batch) -> (state, sums)`.
-
-    It increments the step counter, whether or not the user's function does. A plain number that
-    belongs to no metric becomes a sum of weight 1: its mean over the steps is reported.
-    """
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Sums]]:
-        result = step(state, batch)
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        if not is_pair or not hasattr(result[0], "params") or not isinstance(result[1], Mapping):
-            kinds = [type(part).__name__ for part in (result if is_pair else (result,))]
-            raise TypeError(
-                f"The step of the task returned {' and '.join(kinds)}; expected (state, sums): a "
-                "TrainState, and numbers by the names of metrics."
-            )
-        updated, given = result
-        sums = {
-            name: sums if name in metrics else _sum_of(name, sums) for name, sums in given.items()
-        }
-        return updated.replace(step=state.step + 1), sums
-
-    return train_step
-
-
-def _sum_of(name: str, value: PyTree) -> Sums:
-    parts = tuple(value) if isinstance(value, list | tuple) else (value, 1.0)
-    if not 1 <= len(parts) <= 2 or any(jnp.ndim(part) for part in parts):
-        raise TypeError(
-            f"The step of the task returned {value!r:.80} for {name!r}; expected a number, which "
-            "is averaged over the steps, or a pair (sum, weight) of numbers."
-        )
-    return tuple(jnp.asarray(part, jnp.float32) for part in parts)
+    return make_own_step(task.step, task.metrics)
 
 
 def make_update(

@@ -1,4 +1,4 @@
-"""Copies arrays that may be donated or overwritten; gathers those spread over devices."""
+"""Copies arrays that may be donated, and host memory that may be overwritten."""
 
 import functools
 from collections.abc import Callable
@@ -6,9 +6,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
-from flaxfit.tree import Array, ArrayLike, Function, PyTree, is_key
+from flaxfit.tree import Array, Function, PyTree
 
 
 def copied(tree: PyTree, sharding: jax.sharding.Sharding | None = None) -> PyTree:
@@ -40,25 +39,3 @@ def unaliased(x: Array) -> Array:
     batch would change the previous one.
     """
     return x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x
-
-
-def gather(tree: PyTree) -> PyTree:
-    """Gathers a tree of arrays that are spread over devices into NumPy arrays on the host.
-
-    With several processes, all must call it, and each receives all arrays. Moves one array at a
-    time. Random keys stay keys.
-
-    >>> gather({"w": jax.numpy.ones(2)})
-    {'w': array([1., 1.], dtype=float32)}
-    """
-    return jax.tree.map(_whole, tree)
-
-
-def _whole(x: ArrayLike) -> ArrayLike:
-    if not isinstance(x, jax.Array):
-        return x
-    if is_key(x):
-        return jax.random.wrap_key_data(_whole(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    if x.is_fully_addressable:
-        return np.asarray(x)
-    return multihost_utils.process_allgather(x, tiled=True)

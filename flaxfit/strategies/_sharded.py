@@ -11,8 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxfit.state import specs_by_parameter
 from flaxfit.strategies._compilation import can_call
-from flaxfit.strategies._copy import copied, gather, placed_copy, unaliased
+from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices
+from flaxfit.strategies._gather import gather
 from flaxfit.strategies._layout import Layout, layout
 from flaxfit.strategies._mesh import axis_sizes, fsdp_axis, within
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica

@@ -1,14 +1,12 @@
-"""Checks of counts, local paths, functions and their arguments, and of optional packages."""
+"""Checks of counts, local paths, functions and their arguments."""
 
 import functools
-import importlib
 import inspect
 import operator
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from flaxfit.tree._functions import parameters
 from flaxfit.tree._types import PyTree
@@ -22,17 +20,6 @@ _OUTPUTS |= {"predictions", "preds", "score", "scores", "y_hat", "y_pred", "y_sc
 _MODELS = {"model", "params", "variables"}
 _NOT_JAX = ("sklearn", "tensorflow", "torch", "torchmetrics")
 _KERAS = ("keras", "tf_keras")
-
-COUNTERPARTS = {
-    "ModelCheckpoint": "checkpoints.CheckpointFileWriter",
-    "BackupAndRestore": "fit(checkpoint_dir=...)",
-    "LambdaCallback": "callbacks.Events",
-    "LearningRateMonitor": "metric learning_rate, which an OptimizerDef reports",
-    "TensorBoard": "callbacks.TensorBoardLogger",
-    "TerminateOnNaN": "callbacks.StopOnNaN",
-    "SwapEMAWeights": "Model(ema=...)",
-}
-"""The counterparts of callbacks that have other names in Keras and Lightning."""
 
 
 def whole_number(name: str, value: PyTree, *, least: int = 1, other: str | None = "") -> int:
@@ -70,14 +57,6 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             "write to a local folder and copy it."
         )
     return Path(path).expanduser()
-
-
-def required(owner: str, package: str, extra: str) -> Any:
-    """Imports a package where it is used; the error if it is missing names flaxfit's extra."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ImportError(f'{owner} needs {package}: pip install "flaxfit[{extra}]"') from error
 
 
 def check_is_function(owner: str, given: object, name: str) -> None:

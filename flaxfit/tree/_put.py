@@ -1,6 +1,4 @@
-"""Places arrays by their shardings and copies them; describes arrays without their values."""
-
-from collections.abc import Hashable
+"""Places arrays by their shardings, and copies them."""
 
 import jax
 import jax.numpy as jnp
@@ -74,14 +72,3 @@ def sharding_of(like: object) -> jax.sharding.Sharding | None:
     if isinstance(like, jax.Array):
         return like.sharding if like.committed else None
     return getattr(like, "sharding", None)
-
-
-def shapes_of(tree: PyTree) -> PyTree:
-    """Replaces arrays by their shapes and dtypes."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def structure_of(tree: PyTree) -> tuple[Hashable, ...]:
-    """Returns a hashable key of a tree's structure and its leaves' shapes and dtypes."""
-    leaves, structure = jax.tree.flatten(tree)
-    return (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
