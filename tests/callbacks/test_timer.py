@@ -65,7 +65,7 @@ def test_what_was_used_before_a_resume_counts():
     loop = make_loop(first)
     assert [c.step for c in loop.run(5)] == [1, 5]
     loop.callbacks = second
-    for _ in range(2):  # What it is told twice counts once.
+    for _ in range(2):  # A budget that is restored twice counts once.
         second[1].set_state(first[1].get_state())
     assert [c.step for c in loop] == [7]
 
