@@ -5,7 +5,7 @@ import types
 import pytest
 
 from flaxfit.callbacks._epochs import Epochs
-from flaxfit.state._observers import FitCall, Observers
+from flaxfit.state import FitCall, Observers
 
 
 def make_loop(first_epoch):
