@@ -98,17 +98,24 @@ def test_a_block_that_is_not_run_says_why():
     assert not [(name, b.line) for name, b in found if b.kind == "not run" and not b.words]
 
 
+QUICK = ("README.md", "CONTRIBUTING.md")
 ON_FOUR_DEVICES = ("data.md", "scaling.md")
 ON_THE_SITE = ("getting-started.md", "digits.md", "gan.md")
 """The pages that `test_site.py` runs, and fails if they warn."""
 ON_ONE_DEVICE = [
-    name_of(path) for path in PAGES if path.name not in (*ON_FOUR_DEVICES, *ON_THE_SITE)
+    name_of(path) for path in PAGES if path.name not in (*QUICK, *ON_FOUR_DEVICES, *ON_THE_SITE)
 ]
 """Where programs compile in half the time."""
-MARKED = [(slow if path.name in ON_FOUR_DEVICES else thorough)(path) for path in PAGES]
 
 
-@pytest.mark.parametrize("path", MARKED, ids=name_of)
+def mark(path):
+    """When a page runs on as many devices as other tests have."""
+    if path.name in QUICK:
+        return path
+    return (slow if path.name in ON_FOUR_DEVICES else thorough)(path)
+
+
+@pytest.mark.parametrize("path", [mark(path) for path in PAGES], ids=name_of)
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")

@@ -89,6 +89,12 @@ def test_errors_and_unfinished_lines_are_shown_like_the_rest(capfd):
     assert lines == ["[0] caf\ufffd", "[0] to stderr"]
 
 
+def test_a_script_that_does_not_exist_fails_with_pythons_own_words(capfd, tmp_path):
+    code, lines, _ = run(capfd, "-n", "1", str(tmp_path / "missing.py"))
+    assert code == 2
+    assert "No such file" in lines[0]
+
+
 def launched(tmp_path, text, *arguments):
     """A launcher whose two processes have said that they are ready."""
     launcher = subprocess.Popen(

@@ -13,7 +13,7 @@ import flaxfit as ff
 from flaxfit.callbacks import Events, every
 
 x = np.ones((8, 1), np.float32)
-EVENTS = itertools.product(("train", "epoch", "train_batch"), ("begin", "end"))
+EVENTS = [*itertools.product(("train", "epoch", "train_batch"), ("begin", "end"))]
 NAMES = [f"on_{event}_{moment}" for event, moment in EVENTS]
 AROUND_PASSES = ["on_test_begin", "on_test_end", "on_predict_begin", "on_predict_end"]
 

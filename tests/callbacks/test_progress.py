@@ -5,10 +5,14 @@ import json
 import os
 from types import SimpleNamespace
 
+import numpy as np
+import optax
 import pytest
 
+from flaxfit import TrainLoop, TrainTask
 from flaxfit.callbacks import EarlyStopping, ProgressBar
 from flaxfit.callbacks._history import History
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
 
 
 def make_bar(loop=None, beside=(), **options):
@@ -191,3 +195,30 @@ def test_the_best_is_green_where_there_are_colours(checkpoint_at, terminal, monk
     bar(checkpoint_at(1, loss=0.5, val_loss=0.5))
     assert ("\x1b[32m  0.5000\x1b[0m" in terminal.getvalue()) == (not no_colour)
     assert ("\x1b" in terminal.getvalue()) == (not no_colour)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_knows_the_best_value_of_earlier_checkpoints(tmp_path):
+    values = [0.5, 0.9, 0.6, 0.8, 0.95]
+    x = np.ones((4, 1), np.float32)
+
+    def init(rngs, x):
+        return {"params": np.zeros(1, np.float32)}
+
+    def measure(checkpoint):
+        return checkpoint.with_metrics({"val_accuracy": values[checkpoint.step - 1]})
+
+    def train(n_steps):
+        file = io.StringIO()
+        data = [(x, x)] * 9
+        task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", data)
+        saved = CheckpointFileReader(tmp_path, init)
+        callbacks = [measure, ProgressBar(file=file), CheckpointFileWriter(tmp_path)]
+        list(TrainLoop(saved, task, 0, n_steps=n_steps, callbacks=callbacks, stdout=False))
+        return file.getvalue()
+
+    assert train(2).count("*") == 3  # Both steps, and at the end.
+    resumed = train(4)
+    assert resumed.count("*") == 1
+    assert "best val_accuracy 0.9000 at step 2 (*)" in resumed
+    assert "0.9500 *" in train(5)

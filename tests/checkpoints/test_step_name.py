@@ -57,7 +57,15 @@ def test_the_best_is_an_epoch_and_steps_within_are_not_told_of(tmp_path, capsys)
 @pytest.mark.slow
 def test_named_steps_are_kept_ranked_and_read_as_others(tmp_path):
     losses = [0.5, 0.2, 0.9, 0.2, 0.8]
-    save_losses(tmp_path, losses, keep=1, keep_best=2, monitor="val_loss", name="{val_loss}")
+    save_losses(
+        tmp_path,
+        losses,
+        keep=1,
+        keep_best=2,
+        monitor="val_loss",
+        name="{val_loss}",
+        asynchronous=False,
+    )
     assert names(tmp_path) == ["2@0.2", "4@0.2", "5@0.8"]
     assert list_steps(tmp_path) == [2, 4, 5] and best(tmp_path) == 4
     for which, step in {"latest": 5, "best": 4, 2: 2}.items():
@@ -65,7 +73,7 @@ def test_named_steps_are_kept_ranked_and_read_as_others(tmp_path):
 
 
 def test_a_damaged_a_replaced_and_an_emptied_named_step_are_known(tmp_path, capfd):
-    save_losses(tmp_path, [0.5, 0.2], name="{val_loss}")
+    save_losses(tmp_path, [0.5, 0.2], name="{val_loss}", asynchronous=False)
     (tmp_path / "2@0.2" / "seal.json").write_text("{}")
     assert CheckpointFileReader(tmp_path).read().step == 1
     assert names(tmp_path) == ["1@0.5", "corrupt-2-0"]
@@ -81,10 +89,10 @@ def test_a_damaged_a_replaced_and_an_emptied_named_step_are_known(tmp_path, capf
 def test_a_step_saved_again_replaces_the_one_of_another_name(tmp_path):
     save(tmp_path, make_checkpoint(1, val_loss=0.7))
     (tmp_path / "1@of the user").mkdir()
-    save_losses(tmp_path, [0.5], name="best {val_loss:.1e}")
+    save_losses(tmp_path, [0.5], name="best {val_loss:.1e}", asynchronous=False)
     assert names(tmp_path) == ["1@best 5.0e-01", "foreign-1-0"]
     inode = (tmp_path / "1@best 5.0e-01").stat().st_ino
-    save_losses(tmp_path, [0.5])  # The same content.
+    save_losses(tmp_path, [0.5], asynchronous=False)  # The same content.
     assert (tmp_path / "1@best 5.0e-01").stat().st_ino == inode
 
 
@@ -111,7 +119,7 @@ def test_a_run_resumes_from_folders_with_and_without_names(tmp_path):
 
 
 def test_a_long_name_is_cut(tmp_path):
-    save_losses(tmp_path, [0.5], name="å" * 300)
+    save_losses(tmp_path, [0.5], name="å" * 300, asynchronous=False)
     assert names(tmp_path) == ["1@" + "å" * 100]
 
 

@@ -209,6 +209,19 @@ def model_of(name):
     return T5(**(LARGE if name == "factored" else MIDDLE), **options)
 
 
+@pytest.mark.thorough  # `examples/07_import_t5.py` trains one, too.
+@pytest.mark.parametrize("name", ["factored", "bfloat16", "per_layer"])
+def test_what_tensorflow_wrote_is_trained_on(written, name):
+    model = model_of(name)
+    optimizer = optax.adafactor(0.01, momentum=0.9 if name == "factored" else None)
+    restored = restore_from_t5(create(optimizer, variables(model)), written / name)
+    task = reverse_task(model, optimizer, 64)
+    last = ff.TrainLoop(restored, task, stdout=False).run_until(1020)
+    losses = [checkpoint.loss for checkpoint in last]
+    # Over a whole epoch, of four batches: the made-up statistics allow small steps only.
+    assert sum(losses[-4:]) < sum(losses[:4])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bfloat16", "per_layer", "factored"])
 def test_what_tensorflow_wrote_is_imported(written, truth, name):

@@ -196,7 +196,7 @@ def test_remainders_that_padding_would_change_are_not_padded(function, size):
     parts = np.split(X, range(size, 20, size))
     outputs = np.concatenate([np.asarray(function(W, jnp.asarray(x), {})) for x in parts])
     found = model.predict(X, batch_size=size, verbose=0)
-    np.testing.assert_allclose(found, outputs, rtol=1e-5)
+    np.testing.assert_allclose(found, outputs, rtol=1e-5, atol=1e-6)
     found = model.evaluate(X, Y, batch_size=size, verbose=0)["loss"]
     assert found == pytest.approx(np.mean((outputs - Y) ** 2), rel=1e-5)
 

@@ -8,8 +8,9 @@ import pytest
 from marks import thorough
 
 TESTS = Path(__file__).parents[1]
-# With eight devices and `accumulate=4`, a part has one row: too few for BatchNorm and for pairs.
-SINGLE = "not BatchNorm and not (pairs and 4-rest)"
+# On eight devices that divide a batch in four parts each, a part has one row: too few for BatchNorm
+# and for a loss of pairs.
+SINGLE = "not BatchNorm and not (pairs and shard_map-4-rest)"
 PATTERNS = {
     "tree/test_digest.py": "shard",
     "importers/test_placement.py": "",

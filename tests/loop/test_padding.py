@@ -129,6 +129,11 @@ def test_less_data_than_a_batch_is_a_remainder_where_it_cannot_be_padded(n):
         assert found["loss"] == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_regular_batch_that_cannot_be_split_or_padded_is_refused():
+    with pytest.raises(ValueError, match=r"6 examples over 4 devices .*batch size of 4 or 8"):
+        next(loop_of(loss=scalar_loss, stdout=False))
+
+
 def test_a_task_without_padding_runs_remainders_at_their_own_size():
     sizes = []
 

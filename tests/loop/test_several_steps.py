@@ -1,4 +1,4 @@
-"""Several steps in one dispatch come to what single ones come to, with the usual networks."""
+"""Several steps in one dispatch give what single ones give; convolutions take single steps."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
         losses.resolve("zzz")
 
 
-def test_names_of_optax_are_known():
+def test_short_names_and_those_of_optax_are_known():
     assert losses.resolve("squared_error") is losses.mse
     assert losses.resolve("huber_loss") is losses.huber
     assert losses.resolve("bce") is losses.binary_crossentropy

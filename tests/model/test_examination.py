@@ -54,20 +54,20 @@ def test_a_model_that_draws_in_evaluation_is_not_exported(tmp_path):
 
 # What find_batch_size promises is what a step of that size needs.
 
-x = np.zeros((64, 32), np.float32)
-y = np.zeros((64, 8), np.float32)
-module = nn.Dense(8, kernel_init=nn.initializers.zeros)
+ZEROS = np.zeros((64, 32), np.float32)
+TARGETS = np.zeros((64, 8), np.float32)
+MODULE = nn.Dense(8, kernel_init=nn.initializers.zeros)
 
 
 def make_model(**options):
-    return ff.Model(module, optax.sgd(0.1), "mse", **options)
+    return ff.Model(MODULE, optax.sgd(0.1), "mse", **options)
 
 
 def needed(model, n):
     """What a step of `n` examples needs, by a loop of its own."""
-    task = ff.TrainTask(module.apply, optax.sgd(0.1), "mse", [(x, y)])
+    task = ff.TrainTask(MODULE.apply, optax.sgd(0.1), "mse", [(ZEROS, TARGETS)])
     loop = ff.TrainLoop(
-        module.init, task, 0, strategy=model.strategy, grad_norm=False, stdout=False
+        MODULE.init, task, 0, strategy=model.strategy, grad_norm=False, stdout=False
     )
     return loop.step_memory(n)
 
@@ -81,13 +81,13 @@ def needed(model, n):
 def test_the_size_fits_and_the_double_does_not(strategy):
     model = make_model(strategy=strategy)
     limit = (needed(model, 16) + needed(model, 32)) / 2
-    assert model.find_batch_size(x, y, limit=limit) == 16
+    assert model.find_batch_size(ZEROS, TARGETS, limit=limit) == 16
     with pytest.raises(RuntimeError, match="no weights yet"):
         _ = model.state  # It has trained nothing.
 
 
 def test_the_size_ends_at_the_largest_that_was_asked_for():
-    assert make_model().find_batch_size(x, y, limit=1e12, largest=12) == 8
+    assert make_model().find_batch_size(ZEROS, TARGETS, limit=1e12, largest=12) == 8
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_the_size_ends_at_the_largest_that_was_asked_for():
 )
 def test_a_limit_that_no_step_fits_and_one_that_is_unknown_are_refused(limit, message):
     with pytest.raises(ValueError, match=message):
-        make_model().find_batch_size(x, y, limit=limit)
+        make_model().find_batch_size(ZEROS, TARGETS, limit=limit)
 
 
 def test_data_that_would_be_used_up_is_refused():
     with pytest.raises(ValueError, match="find_batch_size would consume this data"):
-        make_model().find_batch_size(batch for batch in [(x, y)])
+        make_model().find_batch_size(batch for batch in [(ZEROS, TARGETS)])

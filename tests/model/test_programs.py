@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from marks import slow, usual
+from marks import slow, thorough
 from strategies import one_device
 
 import flaxfit as ff
@@ -18,7 +18,9 @@ STRATEGIES = {
     "data parallel": ff.DataParallel,
     "sharded": ff.Sharded.fsdp,
 }
-strategies = pytest.mark.parametrize("strategy", usual("data parallel", of=STRATEGIES))
+strategies = pytest.mark.parametrize(
+    "strategy", [thorough("one device"), "data parallel", slow("sharded")]
+)
 CALLS = []
 
 

@@ -71,7 +71,7 @@ def test_accumulation_and_devices_do_not_change_the_count_by_much(options):
 
 
 @pytest.mark.slow
-def test_both_are_those_of_the_asked_batch_size_which_need_not_exist():
+def test_operations_and_memory_are_those_of_any_batch_size():
     loop = loop_of()
     np.testing.assert_allclose(loop.step_flops(320), 10 * loop.step_flops(32), rtol=0.1)
     small, large = loop.step_memory(32), loop.step_memory(1 << 20)

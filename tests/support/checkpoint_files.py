@@ -77,7 +77,7 @@ def fill(folder, *steps):
 
 def save_losses(folder, losses, first=1, **options):
     """Saves a checkpoint for each value of `val_loss`; returns the steps that are kept."""
-    with CheckpointFileWriter(folder, asynchronous=False, **options) as writer:
+    with CheckpointFileWriter(folder, **options) as writer:
         for step, loss in enumerate(losses, start=first):
             writer(make_checkpoint(step, val_loss=loss))
     return list_steps(folder)

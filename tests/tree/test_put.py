@@ -1,4 +1,4 @@
-"""Copies: a placed array never shares memory with the array that it was made from."""
+"""Copies, which never share memory with their originals, and shapes, which stand for arrays."""
 
 import jax
 import jax.numpy as jnp
