@@ -30,7 +30,7 @@ SLOTS = {"_slot_v": "v", "_slot_vr": "v_row", "_slot_vc": "v_col", "_slot_m": "m
 """T5X's names of statistics by suffix of mesh-TensorFlow's names."""
 PREFIX = "state/param_states/"
 
-t5_translator = CheckpointTranslator()
+t5_translator: CheckpointTranslator = CheckpointTranslator()
 _TOWERS = {"encoder": "encoder", "decoder": "decoder", "transformer": "decoder"}
 _TOWER = "(encoder|decoder|transformer)"
 _LAYER = rf"{_TOWER}/block_(\d+)/layer_(\d+)"

@@ -61,7 +61,7 @@ def _mean_by_threshold(
     return configure()
 
 
-accuracy = _mean_by_threshold("accuracy", class_answers)
+accuracy: Metric = _mean_by_threshold("accuracy", class_answers)
 """The fraction of correct predictions, for integer, one-hot or binary labels (by shape).
 
 Its option `threshold` is the logit above which class 1 of two is predicted. With
@@ -69,7 +69,7 @@ Its option `threshold` is the logit above which class 1 of two is predicted. Wit
 """
 
 
-binary_accuracy = _mean_by_threshold(
+binary_accuracy: Metric = _mean_by_threshold(
     "binary_accuracy", functools.partial(binary_answers, name="binary_accuracy")
 )
 """The fraction of correct answers to several yes-or-no questions per example.
@@ -79,7 +79,7 @@ outputs are probabilities, and the threshold is 0.5 unless given.
 """
 
 
-hamming_loss = _mean_by_threshold(
+hamming_loss: Metric = _mean_by_threshold(
     "hamming_loss",
     functools.partial(binary_answers, name="hamming_loss"),
     lambda answers: ~_is_right(answers),
@@ -87,7 +87,7 @@ hamming_loss = _mean_by_threshold(
 """The fraction of wrong answers to several yes-or-no questions: 1 - `binary_accuracy`."""
 
 
-zero_one_loss = _mean_by_threshold(
+zero_one_loss: Metric = _mean_by_threshold(
     "zero_one_loss", class_answers, lambda answers: ~_is_right(answers)
 )
 """The fraction of wrong predictions: 1 - `accuracy`, with the same options."""
@@ -103,7 +103,7 @@ def _whole_answers(outputs: Array, targets: Array, **options: Any) -> Answers:
     return found._replace(is_label=found.is_label.all(-1))
 
 
-exact_match = _mean_by_threshold(
+exact_match: Metric = _mean_by_threshold(
     "exact_match", _whole_answers, lambda answers: _is_right(answers).all(-1)
 )
 """Subset accuracy: the fraction of examples with every label correct.

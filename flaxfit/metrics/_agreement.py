@@ -51,7 +51,7 @@ def _mean_recall(counts: Counts) -> ArrayLike:
     return np.asarray(ratio(counts.tp, actual))[actual != 0].mean().item()
 
 
-balanced_accuracy = _agreement("balanced_accuracy", _mean_recall)
+balanced_accuracy: Metric = _agreement("balanced_accuracy", _mean_recall)
 """The mean recall of the classes that occur."""
 
 
@@ -63,7 +63,7 @@ def _correlation(counts: Counts) -> ArrayLike:
     return ratio(shared, np.sqrt(np.maximum(spreads, 0)), 0.0 * n)
 
 
-mcc = _agreement("mcc", _correlation)
+mcc: Metric = _agreement("mcc", _correlation)
 """Matthews' correlation of actual and predicted classes (Gorodkin 2004); 0 if either is constant.
 
 1 if all predictions are correct, 0 for chance agreement, negative if worse than chance.
@@ -106,7 +106,7 @@ def _unweighted_kappa(counts: Counts) -> ArrayLike:
     return ratio(np.sum(counts.tp) - by_chance, n - by_chance)
 
 
-cohen_kappa = _kappa()
+cohen_kappa: Metric = _kappa()
 """Agreement of actual and predicted classes beyond chance; at most 1, NaN for a single class.
 
 With `kappa_weights="linear"` or `"quadratic"`, the penalty grows with the distance of the classes,
@@ -133,7 +133,7 @@ def _binary_iou(
     return dataclasses.replace(_of_counts("binary_iou", value, **options), configure=_binary_iou)
 
 
-binary_iou = _binary_iou()
+binary_iou: Metric = _binary_iou()
 """The mean of `iou` over "no" and "yes", for masks: outputs and targets of one shape.
 
 With `class_id=[1]` it is the IoU of "yes".
@@ -174,14 +174,14 @@ def _number_of(name: str, part: str) -> Metric:
     return configure()
 
 
-true_positives = _number_of("true_positives", "tp")
+true_positives: Metric = _number_of("true_positives", "tp")
 """The weight of the elements that have the label and are predicted to have it."""
 
-false_positives = _number_of("false_positives", "fp")
+false_positives: Metric = _number_of("false_positives", "fp")
 """The weight of the elements that lack the label and are predicted to have it."""
 
-true_negatives = _number_of("true_negatives", "tn")
+true_negatives: Metric = _number_of("true_negatives", "tn")
 """The weight of the elements that lack the label and are predicted to lack it."""
 
-false_negatives = _number_of("false_negatives", "fn")
+false_negatives: Metric = _number_of("false_negatives", "fn")
 """The weight of the elements that have the label and are predicted to lack it."""

@@ -60,7 +60,7 @@ def _auc(
     return Metric(measure, compute, "auc", _auc)
 
 
-auc = _auc()
+auc: Metric = _auc()
 """The area under the ROC curve of a single score, or of the scores of two classes.
 
 Ties count half. The value is within 0.001 of the exact one for any finite scores, and usually much

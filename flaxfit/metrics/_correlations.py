@@ -27,7 +27,7 @@ def _explained_variance() -> Metric:
     return Metric(measure, compute, "explained_variance")
 
 
-explained_variance = _explained_variance()
+explained_variance: Metric = _explained_variance()
 """`1 - var(targets - outputs) / var(targets)`, averaged over several outputs."""
 
 
@@ -68,13 +68,15 @@ def _correlation(name: str, of_spreads: Function) -> Metric:
     return configure()
 
 
-pearson = _correlation("pearson", lambda both, a, b, _: (both, a**0.5 * b**0.5))
+pearson: Metric = _correlation("pearson", lambda both, a, b, _: (both, a**0.5 * b**0.5))
 """The correlation of outputs and targets, averaged over several outputs; NaN of a constant.
 
 With `axis=-1`, as in Keras, it is the mean over examples of the correlation along this axis.
 """
 
-concordance = _correlation("concordance", lambda both, a, b, apart: (2 * both, a + b + apart))
+concordance: Metric = _correlation(
+    "concordance", lambda both, a, b, apart: (2 * both, a + b + apart)
+)
 """`2 cov(o, t) / (var(o) + var(t) + (mean(o) - mean(t))**2)` (Lin 1989); NaN of two constants.
 
 It is 1 only if outputs equal targets. It is averaged over several outputs; with `axis=-1`, as in

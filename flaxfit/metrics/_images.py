@@ -20,7 +20,7 @@ def _psnr(*, max_val: float = 1.0) -> Metric:
     return dataclasses.replace(mean(values, name="psnr"), configure=_psnr)
 
 
-psnr = _psnr()
+psnr: Metric = _psnr()
 """The peak signal-to-noise ratio in dB, the mean over the images; `max_val` is the peak, 1.0."""
 
 
@@ -57,7 +57,7 @@ def _ssim(*, max_val: float = 1.0, size: int = 11, sigma: float = 1.5) -> Metric
     return dataclasses.replace(mean(values, name="ssim"), configure=_ssim)
 
 
-ssim = _ssim()
+ssim: Metric = _ssim()
 """The structural similarity (Wang et al. 2004) of images `(batch, height, width, channels)`.
 
 The mean over the images. `max_val` is the range of the values, 1.0 unless given; the window is

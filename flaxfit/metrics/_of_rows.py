@@ -98,7 +98,7 @@ def _average_precision(scores: Any, labels: Any, weights: Any) -> ArrayLike:
     return float(np.sum(np.diff(tp, prepend=0) * tp / (tp + fp)) / tp[-1])
 
 
-average_precision = _area("average_precision", _average_precision)
+average_precision: Metric = _area("average_precision", _average_precision)
 """The mean of the precision at each step of the recall, as in scikit-learn: binary labels.
 
 Of several classes or labels with `multi_class`, `multilabel` and `average`, as of `auc`. Classes
@@ -114,7 +114,7 @@ def _pr_area(scores: Any, labels: Any, weights: Any) -> ArrayLike:
     return float(np.trapezoid(np.append(1.0, precision), np.append(0.0, recall)))
 
 
-pr_auc = _area("pr_auc", _pr_area)
+pr_auc: Metric = _area("pr_auc", _pr_area)
 """The area under the precision-recall curve by trapezoids: as `average_precision`."""
 
 
@@ -160,20 +160,20 @@ def _specificity(tp: Any, fp: Any, fn: Any, tn: Any) -> Any:
     return tn / (tn + fp)
 
 
-precision_at_recall = _best_at("precision_at_recall", _precision, _recall)
+precision_at_recall: Metric = _best_at("precision_at_recall", _precision, _recall)
 """The best precision at any threshold with a recall of at least `least`, 0.5 unless given.
 
 Of several classes `class_id` says which, of several labels with `multilabel=True`, too. With
 `from_logits=False` the outputs of classes are probabilities.
 """
 
-recall_at_precision = _best_at("recall_at_precision", _recall, _precision)
+recall_at_precision: Metric = _best_at("recall_at_precision", _recall, _precision)
 """The best recall at any threshold with a precision of at least `least`, 0.5 unless given."""
 
-sensitivity_at_specificity = _best_at("sensitivity_at_specificity", _recall, _specificity)
+sensitivity_at_specificity: Metric = _best_at("sensitivity_at_specificity", _recall, _specificity)
 """The best recall at any threshold with a specificity of at least `least`, 0.5 unless given."""
 
-specificity_at_sensitivity = _best_at("specificity_at_sensitivity", _specificity, _recall)
+specificity_at_sensitivity: Metric = _best_at("specificity_at_sensitivity", _specificity, _recall)
 """The best specificity at any threshold with a recall of at least `least`, 0.5 unless given."""
 
 
@@ -186,10 +186,10 @@ def _median(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
     return float((_low_median(errors, weights) - _low_median(-errors, weights)) / 2)
 
 
-median_absolute_error = _pair("median_absolute_error", _numbers, _median)
+median_absolute_error: Metric = _pair("median_absolute_error", _numbers, _median)
 """The weighted median of the absolute errors; between two, their mean."""
 
-max_error = _pair("max_error", _numbers, lambda o, t, w: float(np.abs(o - t).max()))
+max_error: Metric = _pair("max_error", _numbers, lambda o, t, w: float(np.abs(o - t).max()))
 """The largest absolute error."""
 
 
@@ -209,7 +209,7 @@ def _spearman(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
     return float((weights * away.prod(0)).sum() / np.sqrt(squares.prod()))
 
 
-spearman = _pair("spearman", _numbers, _spearman)
+spearman: Metric = _pair("spearman", _numbers, _spearman)
 """Spearman's rank correlation of outputs and targets; ties get their mean rank."""
 
 
@@ -225,7 +225,7 @@ def _kendall(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
     return float(found.statistic)
 
 
-kendall = _pair("kendall", _numbers, _kendall)
+kendall: Metric = _pair("kendall", _numbers, _kendall)
 """Kendall's tau-b: concordant minus discordant pairs, as a fraction corrected for ties.
 
 NaN of a constant. Examples of weight 0 are left out; other weights must be equal.
@@ -253,7 +253,7 @@ def _explained(
     return collecting(name, _numbers, of, configure)
 
 
-d2_absolute_error = _explained("d2_absolute_error", lambda o, t: np.abs(o - t), _low_median)
+d2_absolute_error: Metric = _explained("d2_absolute_error", lambda o, t: np.abs(o - t), _low_median)
 """`1 - MAE(outputs) / MAE(median target)`, averaged over several outputs."""
 
 
@@ -279,7 +279,7 @@ def _d2_tweedie(*, power: float = 0.0) -> Metric:
     return _explained("d2_tweedie", deviance, lambda t, w: np.average(t, weights=w), _d2_tweedie)
 
 
-d2_tweedie = _d2_tweedie()
+d2_tweedie: Metric = _d2_tweedie()
 """`1 - D(outputs) / D(mean target)`, D the Tweedie deviance, averaged over several outputs.
 
 Its `power` is 0 (normal, as `r2`) unless given; 1 is Poisson, 2 is gamma. Outputs must be positive

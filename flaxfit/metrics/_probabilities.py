@@ -37,7 +37,7 @@ def _log_loss(*, from_logits: bool = True) -> Metric:
     return dataclasses.replace(metric, configure=_log_loss, values=None)
 
 
-log_loss = _log_loss()
+log_loss: Metric = _log_loss()
 """The mean of `-log(p)`, p the probability of the actual class: cross-entropy.
 
 It takes a single score or scores of two or more classes, and integer or one-hot labels. With
@@ -58,7 +58,7 @@ def _brier(*, from_logits: bool = True) -> Metric:
     return dataclasses.replace(metric, configure=_brier, values=None)
 
 
-brier = _brier()
+brier: Metric = _brier()
 """The mean of `(p - y)**2`, for class 1 of two classes, else summed over the classes.
 
 With `from_logits=False` the outputs are probabilities.
@@ -86,7 +86,7 @@ def _calibration_error(*, n_bins: int = 15, from_logits: bool = True) -> Metric:
     return Metric(measure, compute, "calibration_error", _calibration_error)
 
 
-calibration_error = _calibration_error()
+calibration_error: Metric = _calibration_error()
 """The expected calibration error: the mean `|confidence - accuracy|` of `n_bins` bins.
 
 The confidence is the probability of the predicted class (Guo et al. 2017), or of class 1 for a

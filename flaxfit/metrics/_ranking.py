@@ -93,7 +93,7 @@ def _ndcg(ranked: _Ranked, k: int) -> Array:
     return jnp.where(best > 0, _gain(ranked.gains, k) / jnp.where(best > 0, best, 1), 0)
 
 
-ndcg = _ranking("ndcg", _ndcg)
+ndcg: Metric = _ranking("ndcg", _ndcg)
 """The normalised discounted cumulative gain, with gains as given (Järvelin, Kekäläinen 2002).
 
 Outputs are scores `(batch, items)`; targets are their relevance, or the index of the only relevant
@@ -110,7 +110,7 @@ def _reciprocal(ranked: _Ranked, k: int) -> Array:
     return (chances / (1 + jnp.arange(first.shape[-1]))).sum(-1)
 
 
-mrr = _ranking("mrr", _reciprocal)
+mrr: Metric = _ranking("mrr", _reciprocal)
 """The mean reciprocal rank of the first relevant item in each row; see `ndcg`."""
 
 
@@ -118,7 +118,7 @@ def _precision(ranked: _Ranked, k: int) -> Array:
     return ranked.hits[..., :k].sum(-1) / k
 
 
-precision_at_k = _ranking("precision_at_k", _precision, 10)
+precision_at_k: Metric = _ranking("precision_at_k", _precision, 10)
 """The fraction of the first `k` items, 10 unless given, that are relevant; see `ndcg`."""
 
 
@@ -127,7 +127,7 @@ def _recall(ranked: _Ranked, k: int) -> Array:
     return ranked.hits[..., :k].sum(-1) / jnp.maximum(n_relevant, 1)
 
 
-recall_at_k = _ranking("recall_at_k", _recall, 10)
+recall_at_k: Metric = _ranking("recall_at_k", _recall, 10)
 """The fraction of relevant items that are among the first `k`, 10 unless given; see `ndcg`.
 
 With one relevant item in each row it is the hit rate; where none is relevant, 0.

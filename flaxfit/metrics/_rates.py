@@ -197,25 +197,27 @@ def by_thresholds(
     return Metric(measure, compute, each[0].name, configure)
 
 
-precision = _rate("precision", lambda of: (of.tp, of.tp + of.fp))
+precision: Metric = _rate("precision", lambda of: (of.tp, of.tp + of.fp))
 """TP / (TP + FP): the fraction of predicted labels that are correct; 0 if none is predicted."""
 
-recall = _rate("recall", lambda of: (of.tp, of.tp + of.fn))
+recall: Metric = _rate("recall", lambda of: (of.tp, of.tp + of.fn))
 """TP / (TP + FN), sensitivity: the fraction of actual labels predicted; 0 if there are none."""
 
-specificity = _rate("specificity", lambda of: (of.tn, of.tn + of.fp))
+specificity: Metric = _rate("specificity", lambda of: (of.tn, of.tn + of.fp))
 """TN / (TN + FP): the recall of "no"."""
 
-negative_predictive_value = _rate("negative_predictive_value", lambda of: (of.tn, of.tn + of.fn))
+negative_predictive_value: Metric = _rate(
+    "negative_predictive_value", lambda of: (of.tn, of.tn + of.fn)
+)
 """TN / (TN + FN): the precision of "no"."""
 
-false_positive_rate = _rate("false_positive_rate", lambda of: (of.fp, of.tn + of.fp))
+false_positive_rate: Metric = _rate("false_positive_rate", lambda of: (of.fp, of.tn + of.fp))
 """FP / (FP + TN): 1 - specificity."""
 
-false_negative_rate = _rate("false_negative_rate", lambda of: (of.fn, of.tp + of.fn))
+false_negative_rate: Metric = _rate("false_negative_rate", lambda of: (of.fn, of.tp + of.fn))
 """FN / (FN + TP): 1 - recall."""
 
-f1 = _rate("f1", lambda of: (2 * of.tp, 2 * of.tp + of.fp + of.fn))
+f1: Metric = _rate("f1", lambda of: (2 * of.tp, 2 * of.tp + of.fp + of.fn))
 """The harmonic mean of precision and recall."""
 
 
@@ -235,18 +237,18 @@ def _fbeta() -> Metric:
     return configure()
 
 
-fbeta = _fbeta()
+fbeta: Metric = _fbeta()
 """The weighted harmonic mean of precision and recall, in which recall counts `beta` times."""
 
-dice = _rate("dice", lambda of: (2 * of.tp, 2 * of.tp + of.fp + of.fn))
+dice: Metric = _rate("dice", lambda of: (2 * of.tp, 2 * of.tp + of.fp + of.fn))
 """Dice coefficient, 2 TP / (2 TP + FP + FN), per class; equal to F1."""
 
-iou = _rate("iou", lambda of: (of.tp, of.tp + of.fp + of.fn))
+iou: Metric = _rate("iou", lambda of: (of.tp, of.tp + of.fp + of.fn))
 """Intersection over union (Jaccard index), TP / (TP + FP + FN), per class.
 
 It is computed over all data, as in Keras, not averaged over examples. For a mask with a single
 score for each element, `average="binary"` takes outputs and targets of one shape.
 """
 
-mean_iou = _rate("mean_iou", lambda of: (of.tp, of.tp + of.fp + of.fn), default="macro")
+mean_iou: Metric = _rate("mean_iou", lambda of: (of.tp, of.tp + of.fp + of.fn), default="macro")
 """The mean of `iou` over the classes that occur or are predicted, also for two classes."""

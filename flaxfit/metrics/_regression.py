@@ -32,13 +32,13 @@ def _errors(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     return outputs - targets
 
 
-mse = mean(lambda outputs, targets: jnp.square(_errors(outputs, targets)), name="mse")
+mse: Metric = mean(lambda outputs, targets: jnp.square(_errors(outputs, targets)), name="mse")
 """The mean squared error."""
 
-mae = mean(lambda outputs, targets: jnp.abs(_errors(outputs, targets)), name="mae")
+mae: Metric = mean(lambda outputs, targets: jnp.abs(_errors(outputs, targets)), name="mae")
 """The mean absolute error."""
 
-rmse = Metric(mse.measure, lambda sums: float(np.sqrt(mse.compute(sums))), "rmse")
+rmse: Metric = Metric(mse.measure, lambda sums: float(np.sqrt(mse.compute(sums))), "rmse")
 """The root mean squared error."""
 
 
@@ -74,7 +74,7 @@ def _r2(*, average: str | None = "uniform_average", num_regressors: int = 0) -> 
     return Metric(measure, compute, "r2", _r2)
 
 
-r2 = _r2()
+r2: Metric = _r2()
 """The coefficient of determination, averaged over several outputs.
 
 Targets far from zero (years, prices in cents) lose no precision. For a constant target it is 1 if
@@ -107,7 +107,7 @@ def _perplexity(*, from_logits: bool = True) -> Metric:
     return dataclasses.replace(mean, compute=compute, configure=_perplexity, values=None)
 
 
-perplexity = _perplexity()
+perplexity: Metric = _perplexity()
 """The exponential of the mean cross-entropy of integer or one-hot labels under the logits.
 
 With `from_logits=False` the outputs are probabilities.
@@ -120,7 +120,7 @@ def _poisson_deviance(outputs: ArrayLike, targets: ArrayLike) -> Array:
     return jnp.where((targets >= 0) & (outputs > 0), values, jnp.nan)
 
 
-mean_poisson_deviance = mean(_poisson_deviance, name="mean_poisson_deviance")
+mean_poisson_deviance: Metric = mean(_poisson_deviance, name="mean_poisson_deviance")
 """The mean of `2 (t log(t / o) - t + o)` of positive outputs and targets of at least 0.
 
 The outputs are rates, not their logarithms.
@@ -140,7 +140,7 @@ def _quantile_loss(*, quantile: float = 0.5) -> Metric:
     return Metric(metric.measure, metric.compute, metric.name, _quantile_loss)
 
 
-quantile_loss = _quantile_loss()
+quantile_loss: Metric = _quantile_loss()
 """The mean pinball loss, `max(q (t - o), (q - 1) (t - o))`, q the `quantile`.
 
 With the default, `quantile=0.5`, it is half the mean absolute error.
@@ -155,7 +155,7 @@ def _cosine_similarity(*, axis: int = -1) -> Metric:
     return dataclasses.replace(metric, configure=_cosine_similarity)
 
 
-cosine_similarity = _cosine_similarity()
+cosine_similarity: Metric = _cosine_similarity()
 """The mean cosine of the angle between vectors along an axis: 1 where they agree, as in Keras.
 
 The loss of that name is its negative.

@@ -161,20 +161,20 @@ def _error_rate(pairs: Pairs, weights: list[float]) -> float:
     return _total((_edits(a, b) for a, b in pairs), weights) / n if n else math.nan
 
 
-bleu = _text("bleu", _bleu)
+bleu: Metric = _text("bleu", _bleu)
 """BLEU of the corpus, of 1 to 4 units, with the brevity penalty (Papineni et al. 2002); 0 to 1."""
 
-rouge_1 = _text("rouge_1", _rouge(1))
+rouge_1: Metric = _text("rouge_1", _rouge(1))
 """The mean over the examples of the F1 of shared units (Lin 2004)."""
 
-rouge_2 = _text("rouge_2", _rouge(2))
+rouge_2: Metric = _text("rouge_2", _rouge(2))
 """The mean over the examples of the F1 of shared pairs of units (Lin 2004)."""
 
-rouge_l = _text("rouge_l", _rouge_longest)
+rouge_l: Metric = _text("rouge_l", _rouge_longest)
 """The mean over the examples of the F1 of the longest common subsequence (Lin 2004)."""
 
-wer = _text("wer", _error_rate)
+wer: Metric = _text("wer", _error_rate)
 """The word error rate: edits over the number of expected words, or tokens without `decode`."""
 
-cer = _text("cer", _error_rate, by_letter=True)
+cer: Metric = _text("cer", _error_rate, by_letter=True)
 """The character error rate of decoded texts; without `decode` that of tokens."""
