@@ -59,7 +59,7 @@ class DataParallel:
     shardings: None = None
     """None: each device holds the whole state, so it may be created anywhere."""
     runs_eagerly = False
-    text = ""
+    text: str = ""
     """The latest lowered program, for comparing processes; only with several processes."""
 
     def __init__(
@@ -70,7 +70,7 @@ class DataParallel:
         axis_name: str = REPLICA,
         implementation: Implementation | Literal["auto"] = "auto",
     ):
-        self.devices = given_devices(devices)
+        self.devices: tuple[Device, ...] = given_devices(devices)
         self.virtual_replicas = virtual_replicas
         if virtual_replicas is not None:
             _check_divides(virtual_replicas, len(self.devices))
@@ -78,7 +78,7 @@ class DataParallel:
         # With virtual replicas, models cannot name the axis.
         self._axis = check_axis_name(axis_name) if virtual_replicas is None else "device"
         self._local = local_devices(self.devices)
-        self.n_processes = len(self.devices) // len(self._local)
+        self.n_processes: int = len(self.devices) // len(self._local)
         self.implementation: Implementation = chosen(implementation, self.n_processes)
         """How the function of a step is mapped: "pmap" or "shard_map"."""
         self._everywhere = Mesh(np.array(self.devices), (self._axis,))

@@ -1,11 +1,13 @@
 """Eager: runs functions operation by operation on one device, to inspect values."""
 
+from collections.abc import Sequence
+
 import jax
 
 from flaxfit.strategies._copy import unaliased
 from flaxfit.strategies._data_parallel import DataParallel
 from flaxfit.strategies._strategy import Strategy
-from flaxfit.tree import Function, PyTree
+from flaxfit.tree import Device, Function, PyTree
 
 
 class Eager:
@@ -31,17 +33,28 @@ class Eager:
     virtual_replicas: int | None = None
     shardings: None = None
     runs_eagerly = True
-    text = ""
+    text: str = ""
 
     def __init__(self, strategy: Strategy | None = None):
         strategy = DataParallel(jax.local_devices()[:1]) if strategy is None else strategy
         _check_alone(strategy)
-        self.devices = strategy.devices
-        self.place, self.share, self.collect = strategy.place, strategy.share, strategy.collect
+        self.devices: Sequence[Device] = strategy.devices
         self._strategy = strategy
 
     def __repr__(self) -> str:
         return f"Eager({self._strategy!r})"
+
+    def place(self, tree: PyTree) -> PyTree:
+        """Puts a copy of a tree onto the device."""
+        return self._strategy.place(tree)
+
+    def share(self, tree: PyTree) -> PyTree:
+        """Like `place`, but does not copy arrays that are already on the device."""
+        return self._strategy.share(tree)
+
+    def collect(self, tree: PyTree) -> PyTree:
+        """Copies a placed tree."""
+        return self._strategy.collect(tree)
 
     def rows(self, n_examples: int) -> slice:
         """Returns all rows of a batch."""

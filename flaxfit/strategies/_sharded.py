@@ -61,7 +61,7 @@ class Sharded:
     axis_name: str | None = None
     """None: the compiler reduces, as a step sees the whole batch."""
     runs_eagerly = False
-    text = ""
+    text: str = ""
     """The lowered text of the latest program that several processes compiled, to compare."""
     virtual_replicas: int | None = None
 
@@ -74,8 +74,8 @@ class Sharded:
         devices: Sequence[Device] | None = None,
         axis_name: str = REPLICA,
     ):
-        self.devices = given_devices(devices)
-        self.n_processes = len({device.process_index for device in self.devices})
+        self.devices: tuple[Device, ...] = given_devices(devices)
+        self.n_processes: int = len({device.process_index for device in self.devices})
         self._replica = check_axis_name(axis_name)
         sizes = axis_sizes({"data": -1} if mesh_shape is None else mesh_shape, len(self.devices))
         self.mesh: Mesh = jax.make_mesh(
