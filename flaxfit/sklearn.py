@@ -158,6 +158,8 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
       n_features_in_: the size of the second axis of the inputs.
     """
 
+    classes_: np.ndarray
+
     @display.short_errors
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike = None) -> Self:
         """Trains from the beginning.

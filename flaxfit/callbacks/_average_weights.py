@@ -50,7 +50,7 @@ class AverageWeights:
         self._reset()
 
     def _reset(self) -> None:
-        self.n_averaged = 0
+        self.n_averaged: int = 0
         """The number of checkpoints in the mean."""
         self._n_seen, self._is_due = 0, False
         self._mean: dict[str, PyTree] = {}

@@ -49,16 +49,19 @@ class History(Mapping[str, list[float]]):
         facts: str = "",
         initial_epoch: int = 0,
     ) -> None:
-        self.name, self.unit, self.facts, self.initial_epoch = name, unit, facts, initial_epoch
+        self.name: str = name
+        self.unit: str = unit
+        self.facts: str = facts
+        self.initial_epoch: int = initial_epoch
         self.first_step: int | None = None
         """The step at which `fit` was called; None: the history of a loop."""
         self.steps: list[int] = []
         """The step of each checkpoint."""
-        self.n_steps = 0
+        self.n_steps: int = 0
         """The number of updates."""
-        self.elapsed_time = 0.0
+        self.elapsed_time: float = 0.0
         """Seconds of training, compilation excluded."""
-        self.compile_time = 0.0
+        self.compile_time: float = 0.0
         """Seconds of compilation."""
         self.params: dict[str, int | str | None] = {}
         """Arguments of `fit`: "verbose", "epochs" and the "steps" of each, if known."""

@@ -52,7 +52,8 @@ class MLflowLogger(TrackedRun):
             return client
         found = client.get_experiment_by_name(self._experiment)
         number = found.experiment_id if found else client.create_experiment(self._experiment)
-        self.run_id = client.create_run(number, run_name=self._run_name).info.run_id
+        run = client.create_run(number, run_name=self._run_name)
+        self.run_id: str | None = run.info.run_id
         for name, value in self._params.items():
             client.log_param(self.run_id, _respelled(name), value)
         return client

@@ -57,14 +57,16 @@ class LearningRateScheduler:
         per_step: bool = False,
         group: str | int | None = None,
     ) -> None:
-        self.unit, self._takes_rate = _read(schedule, unit)
+        counted, self._takes_rate = _read(schedule, unit)
+        self.unit: str = counted
         """The unit that the function counts: "epoch" or "step"."""
         if per_step and self.unit == "epoch":
             raise ValueError(
                 "LearningRateScheduler(per_step=True) needs a function of the step, such as "
                 "lambda step, rate: 0.999 * rate, got one of the epoch."
             )
-        self.schedule, self._verbose, self._per_step = schedule, verbose, per_step
+        self.schedule: Callable[..., float] = schedule
+        self._verbose, self._per_step = verbose, per_step
         self.group = group
         self._loop: TrainLoop | None = None
         self._reset()

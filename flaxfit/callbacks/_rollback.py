@@ -58,7 +58,7 @@ class Rollback:
         self._n_times = n_times
         self._loop: TrainLoop | None = None
         self._good: TrainState | None = None
-        self.n_rollbacks = 0
+        self.n_rollbacks: int = 0
         """The number of rollbacks."""
 
     def attach(self, loop: TrainLoop) -> None:

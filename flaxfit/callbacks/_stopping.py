@@ -84,7 +84,7 @@ class EarlyStopping:
         self._patience = patience
         self._min_delta = min_delta
         self._baseline, self._start_from = baseline, start_from_epoch
-        self.restore_best = given is None or bool(given)
+        self.restore_best: bool = given is None or bool(given)
         self._check_finite = check_finite
         self._verbose = verbose
         self._loop: TrainLoop | None = None
@@ -95,7 +95,7 @@ class EarlyStopping:
         """The best value so far."""
         self.best_step: int | None = None
         """The step that reached it."""
-        self.has_stopped = False
+        self.has_stopped: bool = False
         """Whether it has stopped training."""
         self.endings: list[str] = []
         """Messages: why it stopped training, and what it restored."""

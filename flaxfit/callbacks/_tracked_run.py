@@ -21,7 +21,7 @@ class TrackedRun(ABC):
         self._attempt = Attempt(type(self).__name__)
         self._may_begin = True
         self._run: Run = None
-        self.run_id = run_id
+        self.run_id: str | None = run_id
         """The service's id of the run."""
 
     @abstractmethod

@@ -56,7 +56,7 @@ class CheckpointFileReader:
     ) -> None:
         if isinstance(which, str) and which not in ("latest", "best"):
             raise ValueError(f"which must be 'latest', 'best' or a step, got {which!r}.")
-        self.folder = _folder.absolute(folder)
+        self.folder: Path = _folder.absolute(folder)
         self.target = target
         self.which = which if isinstance(which, str) else operator.index(which)
         self.strict = strict

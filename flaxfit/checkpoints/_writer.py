@@ -112,10 +112,10 @@ class CheckpointFileWriter:
             raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}.")
         self._save_freq, self._verbose = SaveFreq(save_freq, of_best=save_best_only), verbose
         self._name = StepName(name)
-        self.output_dir = _folder.of_run(output_dir)
+        self.output_dir: Path = _folder.of_run(output_dir)
         self.on_error = on_error
         self._deletes, self._is_unfinished = delete_checkpoint, False
-        self.asynchronous = asynchronous and not (3, 12) <= sys.version_info < (3, 12, 2)
+        self.asynchronous: bool = asynchronous and not (3, 12) <= sys.version_info < (3, 12, 2)
         self._writer: StepWriter | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._saving: Future[None] | None = None

@@ -70,14 +70,14 @@ class ArrayStream:
         drop_remainder: bool = False,
         resident: bool | str = "auto",
     ):
-        self.batch_size = whole_number("batch_size", batch_size)
-        self.epochs = None if epochs is None else whole_number("epochs", epochs)
-        self.shuffle = bool(shuffle)
-        self.seed = whole_number("seed", seed, least=0)
-        self.drop_remainder = bool(drop_remainder)
+        self.batch_size: int = whole_number("batch_size", batch_size)
+        self.epochs: int | None = None if epochs is None else whole_number("epochs", epochs)
+        self.shuffle: bool = bool(shuffle)
+        self.seed: int = whole_number("seed", seed, least=0)
+        self.drop_remainder: bool = bool(drop_remainder)
         y, w = without_masked(y, w)
         parts = (x, () if y is None else y) + (() if w is None else (w,))
-        self.n_examples = common_length(parts)
+        self.n_examples: int = common_length(parts)
         if w is not None:
             check_weights_shape(w, "weights")
         leaves, self._structure = jax.tree.flatten(parts)
@@ -92,7 +92,7 @@ class ArrayStream:
         is_small = n_bytes <= _RESIDENT_BYTES and not is_mapped
         if resident not in (True, False, "auto"):
             raise ValueError(f"resident must be True, False or 'auto', got {resident!r}.")
-        self.resident = is_small if resident == "auto" else bool(resident)
+        self.resident: bool = is_small if resident == "auto" else bool(resident)
         self._rewind()
 
     def __len__(self) -> int:
@@ -200,7 +200,8 @@ class ArrayStream:
         return f"ArrayStream({settings}, epochs={self.epochs}, epoch={self.epoch})"
 
     def _rewind(self) -> None:
-        self.epoch, self._batch, self._n_batches = 0, 0, len(self)
+        self.epoch: int = 0
+        self._batch, self._n_batches = 0, len(self)
         self._order: np.ndarray | None = None
         # Built once: a loop may read the position at each step.
         settings = ("batch_size", "shuffle", "seed", "drop_remainder")

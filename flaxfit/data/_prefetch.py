@@ -43,9 +43,9 @@ class PrefetchedStream:
     def __init__(self, stream: Any, n: int):
         self._stream = stream
         self._n = n
-        self.name = getattr(stream, "name", type(stream).__name__)
-        self.shared = is_shared(stream)
-        self.batch_size = getattr(stream, "batch_size", 0)
+        self.name: str = getattr(stream, "name", type(stream).__name__)
+        self.shared: bool = is_shared(stream)
+        self.batch_size: int = getattr(stream, "batch_size", 0)
         """The size of its regular batches; 0 if the stream does not know it."""
         self._closed = False
         # One thread does everything with the stream: sources such as SQLite reject other threads.
@@ -54,6 +54,8 @@ class PrefetchedStream:
         self._n_due = 0
         self._is_begun = False
         self._halt: weakref.finalize | None = None
+        self.epoch: int
+        """The number of complete passes, as of the last delivered batch."""
         self._state, self.epoch = _position(stream)
 
     def __len__(self) -> int:

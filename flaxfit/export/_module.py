@@ -62,7 +62,7 @@ class JaxModule:
     ):
         self._structure = jax.tree.structure(params)
         self._leaves = named_arrays(params)
-        self.trainable = self._flags(trainable)
+        self.trainable: dict[str, bool] = self._flags(trainable)
         """Whether a parameter is trainable, by its name."""
         functions = apply_fn
         if not isinstance(functions, Mapping):

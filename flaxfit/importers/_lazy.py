@@ -154,7 +154,7 @@ class LazyThreadPoolArray(LazyArray):
       shape, dtype, get_fn: as in `LazyArray`.
     """
 
-    executor = ThreadPoolExecutor(READERS, thread_name_prefix="flaxfit-reader")
+    executor: ThreadPoolExecutor = ThreadPoolExecutor(READERS, thread_name_prefix="flaxfit-reader")
 
     def get(self) -> Array:
         """Reads the array in this thread."""

@@ -132,17 +132,18 @@ class TrainLoop:
         use_compilation_cache(compilation_cache)
         warn_of_idle_gpu()
         task = with_collections(task, collections, mutable_collections)
-        self.strategy = strategy = strategy_for(task, devices, strategy, is_eager=debug)
+        strategy = strategy_for(task, devices, strategy, is_eager=debug)
+        self.strategy: Strategy = strategy
         """Where arrays live."""
-        self.schedule = Schedule(first_checkpoint, n_steps_per_checkpoint, n_steps)
+        self.schedule: Schedule = Schedule(first_checkpoint, n_steps_per_checkpoint, n_steps)
         """Which steps yield a checkpoint; can be set."""
-        self.on = Observers()
+        self.on: Observers = Observers()
         """Functions that the loop calls between steps, besides its callbacks."""
         self.fit_call: FitCall | None = None
         """The call of `fit` that drives the loop, or that drove it last; None without `fit`."""
         self.start: Any = None
         """The checkpoint file that the run was restored from, or None."""
-        self.stopped = False
+        self.stopped: bool = False
         """Whether a callback has ended the run; setting `data` restarts it."""
         self._is_talking = stdout
         self.say: Callable[[str], None] = say if stdout else lambda text: None
