@@ -27,6 +27,12 @@ _OUR_VARIABLES = {
     "process_id": "FLAXFIT_PROCESS_ID",
 }
 
+_OPEN_MPI = {
+    "num_processes": "OMPI_COMM_WORLD_SIZE",
+    "process_id": "OMPI_COMM_WORLD_RANK",
+    "local_device_ids": "OMPI_COMM_WORLD_LOCAL_RANK",
+}
+
 
 def initialize(
     coordinator_address: str | None = None,
@@ -125,7 +131,20 @@ def _find(given: Identity) -> Identity:
         text = os.environ.get(variable)
         if text and name not in found:
             found[name] = text if name == "coordinator_address" else _number(variable, text)
-    return found or _from_torchrun()
+    return _from_engine() | (found or _from_torchrun())
+
+
+def _from_engine() -> Identity:
+    """Returns what JAX does not detect, or detects wrongly."""
+    text = os.environ
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in text and "OMPI_MCA_orte_hnp_uri" not in text:
+        # Open MPI 5 tells all but the address of process 0, for which JAX needs mpi4py.
+        return {name: _number(variable, text[variable]) for name, variable in _OPEN_MPI.items()}
+    visible = text.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if text.get("SLURM_GPUS_PER_TASK", "").split(":")[-1] == str(len(visible)):
+        # Under `--gpus-per-task` it sees its own alone, numbered from 0; JAX expects it to see all.
+        return {"local_device_ids": list(range(len(visible)))}
+    return {}
 
 
 def _from_torchrun() -> Identity:

@@ -15,13 +15,21 @@ OURS = {
     "FLAXFIT_PROCESS_ID": "5",
 }
 
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node0",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+
 
 @pytest.fixture
 def joined(monkeypatch):
     """What JAX is called with, which then does nothing."""
     calls = []
     for name in os.environ:
-        if name.startswith(("FLAXFIT_", "JAX_", "SLURM_", "OMPI_")) or name in TORCHRUN:
+        if name.startswith(("FLAXFIT_", "JAX_", "SLURM_", "OMPI_", "CUDA_")) or name in TORCHRUN:
             monkeypatch.delenv(name)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **options: calls.append(options))
     return calls
@@ -85,10 +93,52 @@ def test_a_single_process_or_one_that_nothing_is_known_of_is_alone(joined):
 
 def test_jax_finds_out_what_is_not_given_where_it_can(joined, monkeypatch):
     """As under SLURM, whose variables these are."""
-    set_all(monkeypatch, {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"})
-    set_all(monkeypatch, {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "node0"})
+    set_all(monkeypatch, SLURM)
     initialize()
     assert given(joined) == {}
+
+
+@pytest.mark.parametrize(("asked", "seen"), [("1", "5"), ("a100:2", "4,5"), ("2", "GPU-a,GPU-b")])
+def test_a_task_of_slurm_takes_all_devices_where_it_sees_its_own_alone(
+    asked, seen, joined, monkeypatch
+):
+    set_all(monkeypatch, SLURM | {"SLURM_GPUS_PER_TASK": asked, "CUDA_VISIBLE_DEVICES": seen})
+    initialize()
+    assert given(joined) == {"local_device_ids": list(range(1 + seen.count(",")))}
+
+
+def test_a_task_of_slurm_that_sees_the_devices_of_others_leaves_the_choice_to_jax(
+    joined, monkeypatch
+):
+    set_all(monkeypatch, SLURM | {"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0,1"})
+    initialize()
+    monkeypatch.delenv("SLURM_GPUS_PER_TASK")
+    initialize()
+    assert given(joined) == given(joined[1:]) == {}
+
+
+def test_torchrun_within_a_task_of_slurm_divides_its_devices(joined, monkeypatch):
+    devices = {"SLURM_GPUS_PER_TASK": "2", "CUDA_VISIBLE_DEVICES": "0,1"}
+    set_all(monkeypatch, devices | TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    initialize()
+    assert given(joined)["local_device_ids"] == 1
+
+
+def test_open_mpi_5_tells_all_but_the_coordinator(joined, monkeypatch):
+    names = "SIZE", "RANK", "LOCAL_RANK"
+    set_all(monkeypatch, {f"OMPI_COMM_WORLD_{name}": str(i) for i, name in enumerate(names, 2)})
+    # As an older JAX, and a newer one where mpi4py is missing.
+    monkeypatch.setattr(_processes, "is_in_known_cluster", lambda: False)
+    with pytest.raises(ValueError, match=r"coordinator_address is not(.|\n)*FLAXFIT_COORDINATOR"):
+        initialize()
+    monkeypatch.setenv("FLAXFIT_COORDINATOR_ADDRESS", "10.0.0.1:1234")
+    initialize()
+    assert given(joined) == {
+        "coordinator_address": "10.0.0.1:1234",
+        "num_processes": 2,
+        "process_id": 3,
+        "local_device_ids": 4,
+    }
 
 
 def test_jaxs_own_variable_or_a_way_asked_for_is_left_to_jax(joined, monkeypatch):
