@@ -20,7 +20,7 @@ pytestmark = [
 def test_two_processes_train_as_one_does(job, run_child, assert_as_alone):
     version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True)
     options = ["--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    if int(re.search(r"Open MPI\) (\d+)", version.stdout)[1]) >= 5:
+    if int(re.findall(r"Open MPI\) (\d+)", version.stdout)[0]) >= 5:
         options += ["-x", f"FLAXFIT_COORDINATOR_ADDRESS=127.0.0.1:{_free_port()}"]
     command = ["mpirun", *options, "python", "train.py"]
     done = run_child(command, cwd=job.folder, env=job.variables, seconds=120)

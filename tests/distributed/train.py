@@ -32,7 +32,7 @@ def main():
         epochs=N_STEPS // 4,
         callbacks=[wait_for_the_signal],
         checkpoint_dir="run",
-        verbose=0,
+        verbose=2,
     )
     weights = [np.asarray(leaf) for leaf in jax.tree.leaves(ff.gather(model.state.params))]
     Path(f"result-{ff.process_index()}.json").write_text(
