@@ -17,7 +17,7 @@ N_STEPS = 48
 
 def main():
     """Trains in the current folder, and leaves weights, losses and what this process is."""
-    ff.initialize(connect_seconds=60, shutdown_seconds=20, patience_seconds=20)
+    ff.initialize()
     x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     model = ff.Model(
         nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(1)]),
