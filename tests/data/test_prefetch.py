@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import itertools
 import sqlite3
@@ -196,10 +197,11 @@ def test_a_source_may_write_each_batch_into_the_memory_of_the_one_before():
 @pytest.mark.parametrize("n_before", [0, 1, 3, 5])
 def test_one_thread_opens_reads_and_moves_each_pass(n_before, capsys):
     def read():
-        database = sqlite3.connect(":memory:")  # Refuses other threads.
-        database.execute("create table numbers (x)")
-        database.executemany("insert into numbers values (?)", [(i,) for i in range(4)])
-        yield from database.execute("select x from numbers")
+        # Refuses other threads.
+        with contextlib.closing(sqlite3.connect(":memory:")) as database:
+            database.execute("create table numbers (x)")
+            database.executemany("insert into numbers values (?)", [(i,) for i in range(4)])
+            yield from database.execute("select x from numbers")
 
     def stream(**options):
         return prefetch(as_stream(read, epochs=2).passes(2, **options))
