@@ -1,7 +1,7 @@
 """A launcher for one machine: `python -m flaxfit.launch -n 2 script.py` starts two processes.
 
 All of them end when one fails, and start again up to `--restarts` times. On several machines, use
-SLURM, Kubernetes or Ray instead.
+SLURM, MPI, Kubernetes or Ray instead.
 """
 
 import argparse

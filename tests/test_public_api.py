@@ -209,8 +209,8 @@ def methods_without_an_example():
             found = inspect.unwrap(getattr(value, method))
             is_own = str(getattr(found, "__module__", "")).startswith("flaxfit")
             documented = [inspect.getdoc(vars(base).get(method)) for base in value.__mro__]
-            is_routine = inspect.isroutine(found) and not isinstance(found, functools.cached_property)
-            if is_routine and is_own and ">>> " not in str(documented):
+            is_value = isinstance(found, functools.cached_property)
+            if inspect.isroutine(found) and not is_value and is_own and ">>> " not in str(documented):
                 yield f"{name}.{method}"
 
 
